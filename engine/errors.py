@@ -30,6 +30,13 @@ def unreadable(file: Path) -> ModelError:
     )
 
 
+def absent(file: Path) -> ModelError:
+    """Of a file that its folder has by name: a link of the hub's cache outlives what it points to."""
+    if file.is_symlink():
+        return ModelError(f"{file} is a link to {file.readlink()}, which is not there: download the model again")
+    return ModelError(f"{file} is not there: download the model again")
+
+
 def and_more(names: list[str]) -> str:
     """How many there are beside the first; "": none."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""

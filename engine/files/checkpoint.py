@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from math import prod
@@ -14,14 +15,17 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ..errors import ModelError, one_line, unreadable
+from ..errors import ModelError, absent, one_line, unreadable
 from ..options.model_path import is_gguf
 from ..quant.format import TensorInfo
 from .gguf_checkpoint import GGUFCheckpoint
 from .model_file import read_index, refuse_pointer
 
+logger = logging.getLogger(__name__)
+
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 PICKLED = ("pt", "npcache")  # as --load-format has them: mapped files need no copy in numpy's format
+_ROWS_AT_ONCE = 1024  # of two matrices that are compared
 
 
 class Checkpoint(Protocol):
@@ -118,11 +122,13 @@ class SafetensorsFiles:
                 self.headers |= _read_header(file)
             except PermissionError:
                 raise unreadable(file) from None
-        absent = sorted(name for name in index if name not in self.headers)
-        if absent:
+            except FileNotFoundError:
+                raise absent(file) from None
+        lacking = sorted(name for name in index if name not in self.headers)
+        if lacking:
             raise ModelError(
-                f"{index[absent[0]]} lacks {absent[0]}, which {INDEX} promises ({len(absent)} such tensors): download "
-                "the checkpoint again"
+                f"{index[lacking[0]]} lacks {lacking[0]}, which {INDEX} promises ({len(lacking)} such tensors): "
+                "download the checkpoint again"
             )
         self._mapped = threading.local()  # one mapping a thread and file
 
@@ -232,6 +238,8 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
         content: Any = torch.load(file, map_location="cpu", weights_only=True, mmap=start.startswith(b"PK"))
     except PermissionError:
         raise unreadable(file) from None
+    except FileNotFoundError:
+        raise absent(file) from None
     except UnpicklingError:
         raise ModelError(
             f"{file} is broken, or holds more than tensors, which could run code: {again}, or convert it to safetensors"
@@ -242,3 +250,29 @@ def read_pickled(file: Path) -> dict[str, torch.Tensor]:
     if not isinstance(content, dict) or not all(isinstance(tensor, torch.Tensor) for tensor in content.values()):
         raise ModelError(f"{file} holds no tensors by name: convert it with transformers' save_pretrained")
     return {str(name): tensor for name, tensor in content.items()}
+
+
+def has_own_head(checkpoint: Checkpoint, embedding: str, head: str) -> bool:
+    """Whether a checkpoint that ties its output matrix to its embedding has another one all the same, as models have
+    whose two were trained apart: then the files say what it is, and config.json does not. A copy of the embedding is
+    none. Raises ModelError where one of them cannot be read."""
+    headers = checkpoint.headers
+    if embedding not in headers or head not in headers:
+        return False
+    if headers[embedding].shape != headers[head].shape or headers[head].dtype not in FLOAT_TYPES:
+        return False  # what does not fit is left alone, as a copy is
+    table, matrix = checkpoint.read(embedding), checkpoint.read(head)
+
+    def equal(rows: slice) -> bool:
+        return torch.equal(table[rows].float(), matrix[rows].float())
+
+    some = range(0, len(table), max(1, len(table) // _ROWS_AT_ONCE))  # tell at once, where the two were trained apart
+    same = all(equal(slice(row, row + 1)) for row in some) and all(
+        equal(slice(row, row + _ROWS_AT_ONCE)) for row in range(0, len(table), _ROWS_AT_ONCE)
+    )
+    if not same:
+        logger.warning(
+            "config.json ties %s to %s (tie_word_embeddings), but the checkpoint has another matrix of that name: it "
+            "is used", head, embedding,
+        )  # fmt: skip
+    return not same

@@ -18,7 +18,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from ..describe.model_config import ModelConfig
 from ..errors import ModelError, one_line
-from ..files.checkpoint import FLOAT_TYPES, Checkpoint
+from ..files.checkpoint import FLOAT_TYPES, Checkpoint, has_own_head
 from ..quant.format import TensorInfo
 from .build import build
 
@@ -35,6 +35,11 @@ def converted(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkpoint, 
     if not config.tie_word_embeddings and not any(name.startswith(f"{path}.") for name in found.headers):
         logger.warning("the checkpoint has no output matrix: embeddings are fine, but generated text means nothing")
         return found, dataclasses.replace(config, tie_word_embeddings=True)
+    if config.tie_word_embeddings:
+        table = model.get_input_embeddings()
+        (tied,) = (path for path, module in model.named_modules() if module is table)
+        if has_own_head(found, f"{tied}.weight", f"{path}.weight"):
+            return found, dataclasses.replace(config, tie_word_embeddings=False)
     return found, config
 
 

@@ -73,6 +73,11 @@ def check_options(config: Any) -> None:
 
 
 def _problem(declared: Mapping[str, Any], value: Any) -> str | None:
+    if isinstance(value, str) and not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:  # bytes of a command line that are no text: files' names may have any
+            return "it is no UTF-8: rename the file or folder, or give another text"
     choices, bounds, problem = declared["choices"], declared["bounds"], declared["problem"]
     if choices and value not in choices:
         return f"choose one of {', '.join(choices)}"

@@ -20,7 +20,7 @@ from ..adapters.merged import MergedCheckpoint
 from ..describe.divide import check_divides
 from ..describe.model_config import ModelConfig
 from ..errors import ModelError
-from ..files.checkpoint import Checkpoint, open_checkpoint
+from ..files.checkpoint import Checkpoint, has_own_head, open_checkpoint
 from ..layers.attention import Sinks
 from ..layers.experts import Experts
 from ..layers.linear import Linear
@@ -144,13 +144,18 @@ def _prepared(
             "not of one model, download both again"
         )
     config = _named_as_stored(config, headers)
+    if checkpoint is not None and config.tie_word_embeddings and config.encoder is None:
+        embedding = config.named("model.embed_tokens.weight").removeprefix(_lacking(config, headers))
+        if has_own_head(checkpoint, embedding, config.named("lm_head.weight")):
+            config = dataclasses.replace(config, tie_word_embeddings=False)
     if checkpoint is not None and adapter is not None:
         checkpoint = MergedCheckpoint(checkpoint, adapter, config)
         headers = checkpoint.headers
         if checkpoint.unties:
             config = dataclasses.replace(config, tie_word_embeddings=False)
     prefix = _lacking(config, headers)
-    if prefix and config.encoder is None and not config.tie_word_embeddings and config.generates:
+    has_head = any(name.startswith(config.named("lm_head.")) for name in headers)
+    if prefix and config.encoder is None and not config.tie_word_embeddings and config.generates and not has_head:
         logger.info("the checkpoint has no output matrix: it makes embeddings, and no text")
         config = dataclasses.replace(config, generates=False)
     if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):

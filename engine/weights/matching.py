@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from ..errors import ModelError, and_more
@@ -114,8 +115,8 @@ def match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[Load]:
         )
     if missing:
         raise ModelError(
-            f"the checkpoint lacks {missing[0]}{and_more(missing)}: the weights are incomplete or do not fit "
-            "config.json, download both again"
+            f"the checkpoint lacks {missing[0]}{and_more(missing)}{_found_instead(missing[0], headers)}: the weights "
+            "are incomplete or do not fit config.json, download both again"
         )
     taken = {name for load in loads for name in load.names.values()}
     extra = [name for name in headers if name not in taken and not model.is_ignorable(name)]
@@ -127,6 +128,21 @@ def match(model: Loadable, checkpoint: Checkpoint, prefix: str) -> list[Load]:
             "weights do not fit config.json, download both again"
         )
     return loads
+
+
+def _found_instead(missing: str, headers: Collection[str]) -> str:
+    """The name that a file has in the place of one that is missing: with more at its beginning, as wrappers of training
+    leave it there, or with less; else the names that there are."""
+    for name in headers:
+        if name.endswith(f".{missing}"):
+            more = name.removesuffix(missing)
+            return f", and has {name}: its names begin with {more!r}, save it without that, or"
+        if missing.endswith(f".{name}"):
+            return f", and has {name}: its names lack {missing.removesuffix(name)!r} at their beginning, or"
+    names = sorted(headers)[:3]
+    return (
+        f", and has {', '.join(names)}{', …' if len(headers) > len(names) else ''}" if names else ", and has no tensor"
+    )
 
 
 def _is_zero_bias(checkpoint: Checkpoint, name: str) -> bool:

@@ -23,7 +23,7 @@ from ..wire.requests import ChatRequest
 from .answer import answer
 from .dialect import Chatting, Head
 from .ignored import ignored_headers
-from .read import read_request, work_on_body
+from .read import check_ignored, read_request, work_on_body
 from .responses import previous_response
 from .route import new_router
 
@@ -40,6 +40,7 @@ async def compact(request: Request) -> Response:
     previous = previous_response(request, body.previous_response_id)
     before, items = (NONE, NONE) if previous is None else (previous.messages, previous.all_items)
     chat = await work_on_body(request, lambda: body.chat(before.last()))
+    check_ignored(request, body.ignored)
     with speaking_of(NAMES):
         return await answer(Compaction(request, body, chat, before, items))
 

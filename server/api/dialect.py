@@ -147,7 +147,8 @@ class Generating(Dialect):
             body.return_tokens_as_token_ids = True
         if config.enable_force_include_usage and body.stream:
             asked = {} if body.stream_options is None else body.stream_options.model_dump()
-            body.stream_options = StreamOptions.model_validate({**asked, "include_usage": True})
+            forced = {"include_usage": True, "continuous_usage_stats": True}
+            body.stream_options = StreamOptions.model_validate({**asked, **forced})
         self.streams = bool(body.stream)
         self.n = body.n or 1
         self.text = answer_in_ids(body) if self.server.model.tokenizer.missing else text_options(body)

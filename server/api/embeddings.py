@@ -91,7 +91,7 @@ class CohereEmbed(Embeddings):
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
         vectors = self.vectors(generation)
         kinds = dict.fromkeys(self.asked.embedding_types or ["float"])
-        billed = {"input_tokens": usage(generation)["prompt_tokens"]}
+        billed = {"input_tokens": usage(generation)["prompt_tokens"], "image_tokens": 0}
         return {
             "id": head.id,
             "embeddings": {kind: [_FORMS[kind](vector) for vector in vectors] for kind in kinds},

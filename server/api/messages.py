@@ -20,7 +20,7 @@ from ..wire.requests import ChatRequest
 from .answer import answer
 from .dialect import Chatting, Head
 from .ignored import ignored_headers
-from .read import read_request, work_on_body
+from .read import check_ignored, read_request, work_on_body
 from .route import new_router
 from .tokens import chat_tokens
 
@@ -32,6 +32,7 @@ async def create_message(request: Request) -> Response:
     """An answer to messages: text, thinking and tool use."""
     body = await read_request(MessagesRequest, request)
     chat = await work_on_body(request, body.chat)
+    check_ignored(request, body.ignored)
     with speaking_of(NAMES):
         return await answer(Message(request, body, chat))
 
@@ -64,6 +65,7 @@ async def count_tokens(request: Request) -> Response:
     ServerState.of(request).model_name(body.model)
     with speaking_of(NAMES):
         chat = await work_on_body(request, body.chat)
+        check_ignored(request, body.ignored)
         work = chat_tokens(request, chat, fits=False)
         _, token_ids = await unless_disconnected(request.receive, work)
     content = msgspec.json.encode({"input_tokens": len(token_ids)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -25,13 +26,19 @@ async def read_request(model: type[Model], request: Request) -> Model:
     """
     check_type(request)
     raw = b"".join([piece async for piece in request.stream()])  # starlette's own way keeps it as long as the request
+    raw = raw.removeprefix(codecs.BOM_UTF8)  # which files of Windows begin with, and JSON may (RFC 8259, section 8.1)
     decode = measure(request, raw)
     body = await work_on_body(request, lambda: validated(model, decode(raw)))
     if (held := getattr(request.state, "held_body", None)) is not None:
         held.release()
-    if body.model_extra and request.app.state.server.config.strict_params:
-        raise unknown_parameter(next(iter(body.model_extra)))
+    check_ignored(request, list(body.model_extra or ()))
     return body
+
+
+def check_ignored(request: Request, names: list[str]) -> None:
+    """Raises ApiError (400) with --strict-params, where something of a request was ignored."""
+    if names and request.app.state.server.config.strict_params:
+        raise unknown_parameter(names[0])
 
 
 def measure(request: Request, raw: bytes) -> Callable[[bytes], Any]:

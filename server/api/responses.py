@@ -37,7 +37,7 @@ from .answer import answer
 from .background import run_in_background
 from .dialect import Chatting, Deltas, Head
 from .ignored import ignored_headers
-from .read import on_bodies, read_request, work_on_body
+from .read import check_ignored, on_bodies, read_request, work_on_body
 from .route import new_router
 from .tokens import chat_tokens
 from .truncation import fitted
@@ -51,6 +51,7 @@ async def create_response(request: Request) -> Response:
     body = await read_request(ResponsesRequest, request)
     previous = previous_response(request, body.previous_response_id, body.truncation == "auto")
     asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
+    check_ignored(request, body.ignored)
     with speaking_of(NAMES):
         return await answer(ResponseToItems(request, body, asked))
 
@@ -140,14 +141,16 @@ class ResponseToItems(Chatting):
         about = {"id": self.id, "created_at": head.created, "model": head.model}
         response = beginning(self._body, self.body, self.server.model.defaults, about | self._asked.repeated)
         form = LogprobFormat.of(self.body)
-        return ResponseEvents(generation, response, self.server.model.tokenizer, form, self._finished)
+        return ResponseEvents(
+            generation, response, self.server.model.tokenizer, form, self._body.offer.called, self._finished
+        )
 
     def _finished(self, response: dict[str, Any]) -> None:
         if self._body.stores and not self.in_background:  # whose stream has not been written yet
             self._keep(response)
 
     def _keep(self, response: dict[str, Any], log: EventLog | None = None) -> None:
-        answered = Pieces.of(item_messages(response["output"], "output"))
+        answered = Pieces.of(item_messages(response["output"], "output", self._body.leave_out))
         messages = self._history.pieces + self._asked.said + answered
         self.server.responses.put(self.id, self._owner, Stored.of(response, messages, self._asked.items, log))
 
@@ -191,6 +194,7 @@ async def count_input_tokens(request: Request) -> Response:
     server.engine_info()
     previous = previous_response(request, body.previous_response_id)
     asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
+    check_ignored(request, body.ignored)
     with speaking_of(NAMES):
         work = chat_tokens(request, asked.chat, lambda: asked.history.messages(asked.chat), fits=False)
         _, token_ids = await unless_disconnected(request.receive, work)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import ipaddress
 import json
 import os
 import sys
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -84,6 +86,17 @@ class Answer:
         return ", ".join(parts)
 
 
+def _is_here(url: str) -> bool:
+    """Whether it names this machine, which no proxy of the environment has to be asked for."""
+    host = (urlsplit(url).hostname or "").rstrip(".")
+    if host == "localhost" or host.endswith(".localhost"):
+        return True
+    with contextlib.suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        return address.is_loopback or address.is_unspecified
+    return False
+
+
 class Connection:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Raises TalkError where there is no server."""
@@ -91,8 +104,9 @@ class Connection:
         self.url = arguments.url.rstrip("/")
         headers = {"authorization": f"Bearer {key.strip()}"} if key else {}
         try:
-            self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None))
-        except ValueError as error:
+            proxied = not _is_here(self.url)
+            self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None), trust_env=proxied)
+        except (ValueError, ImportError) as error:  # the latter: a proxy that speaks SOCKS, for which httpx needs more
             raise TalkError(f"cannot use these settings ({error})") from None
         self._sampling = sampling(arguments)
         self.model = arguments.model_name or self._first_model()

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 
 from ..errors import ApiError, bad_request, shorten, unsupported
 from ..wire.requests import ChatRequest
@@ -24,6 +24,7 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     not_built: ClassVar[dict[str, tuple[Any, ...]]] = {}  # names of fields, with the values that ask for nothing
+    _left_out: list[str] = PrivateAttr(default_factory=list)
 
     top_k: int | None = Field(None, description="sample from so many tokens; -1 and 0: off")
     min_p: float | None = Field(None, description="least probability, as a share of the likeliest token's")
@@ -73,10 +74,15 @@ class SamplingFields(BaseModel):
         """Those that are set, as a chat has them."""
         return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
 
+    def leave_out(self, name: str) -> None:
+        """`name`: of what the chat of this request does not have, though the request has it."""
+        if name not in self._left_out:
+            self._left_out.append(name)
+
     @property
     def ignored(self) -> list[str]:
-        """Names of fields that nobody here knows."""
-        return list(self.model_extra or ())
+        """Names of fields that nobody here knows, and of what was left out once the chat was made."""
+        return [*(self.model_extra or ()), *self._left_out]
 
 
 @contextmanager
@@ -138,10 +144,12 @@ def text_of(content: Any, where: str, kinds: Mapping[str, str]) -> str:
         return content
     if content is None:
         raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
-    texts = []
-    for i, part in enumerate(objects(content, where, MAX_PARTS)):
-        kind = part.get("type")
-        if not isinstance(kind, str) or kind not in kinds:
-            raise unsupported(f"{where}[{i}].type", f"Content of type {shorten(kind)!r}")
-        texts.append(string(part, kinds[kind], f"{where}[{i}]"))
-    return "\n".join(texts)
+    parts = enumerate(objects(content, where, MAX_PARTS))
+    return "\n".join(part_text(part, f"{where}[{i}]", kinds) for i, part in parts)
+
+
+def part_text(part: Mapping[str, Any], where: str, kinds: Mapping[str, str]) -> str:
+    kind = part.get("type")
+    if not isinstance(kind, str) or kind not in kinds:
+        raise unsupported(f"{where}.type", f"Content of type {shorten(kind)!r}")
+    return string(part, kinds[kind], where)

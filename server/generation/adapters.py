@@ -263,7 +263,8 @@ class Adapters:
         except (OSError, ValueError, RuntimeError):  # too long, a NUL, links in a circle, nobody's home
             fine = False
         if not fine:
-            raise _invalid(f"`{shorten(path)}` is no folder in that of --lora-dir.", "lora_path")
+            message = f"`{shorten(path)}` is no folder in that of --lora-dir."
+            raise ApiError(404, message, type="NotFoundError", param="lora_path", code="adapter_not_found")
         return found
 
 

@@ -130,7 +130,7 @@ class Speech:
         assert self.calls is not None
         work = partial(self.use.constraints, self.calls, None if self.content is None else self.content[1])
         attempts = await asyncio.to_thread(work) if self.use.size > SLOW_TOOLS else work()
-        may_be_free = self.use.mode == "auto" and self.content is None and not any(t.strict for t in self.use.tools)
+        may_be_free = self.use.mode == "auto" and self.content is None and not any(t.strict for t in self.use.callable)
         for attempt in attempts:
             try:
                 return await grammars.acquire(attempt, "tools", owner), True

@@ -27,6 +27,7 @@ class JsonSchema(TypedDict, total=False):
 class ResponseFormat(TypedDict, total=False):
     type: Required[Literal["text", "json_object", "json_schema", "structural_tag"]]
     json_schema: JsonSchema
+    schema: dict[str, Any] | None  # of json_object, which then follows it
     format: dict[str, Any]  # of a structural tag
     structures: list[dict[str, Any]]  # of a structural tag in its older form
     triggers: list[str]
@@ -81,8 +82,11 @@ def _response_format(value: Any) -> Constraint | None:
         )
     if kind == "text":
         return None
-    if kind == "json_object":
-        return Constraint("json_object", "")
+    if kind == "json_object":  # as llama.cpp and Together have it, with the schema beside the type
+        schema = value.get("schema")
+        return (
+            Constraint("json_object", "") if schema is None else Constraint("json", _object(schema, f"{where}.schema"))
+        )
     if kind == "structural_tag":
         return Constraint("structural_tag", _canonical(value, where))
     holder = value.get("json_schema")

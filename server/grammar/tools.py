@@ -43,7 +43,19 @@ class NamedTool(TypedDict):
     function: FunctionName
 
 
-ToolChoice = Literal["none", "auto", "required"] | NamedTool
+class AllowedSet(TypedDict):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class AllowedTools(TypedDict):
+    """The model reads of all tools, so that the prompt stays the same, and may call these."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedSet
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool | AllowedTools
 
 
 @dataclass(frozen=True)
@@ -55,10 +67,14 @@ class ToolUse:
     mode: Literal["auto", "required", "named"] = "auto"
     name: str | None = None  # of the tool that must be called
     parallel: bool = True
+    allowed: frozenset[str] | None = None  # names of those that may be called; None: all
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        return tuple(tool for tool in self.tools if self.name in (None, tool.name))
+        allowed = self.allowed
+        return tuple(
+            tool for tool in self.tools if self.name in (None, tool.name) and (allowed is None or tool.name in allowed)
+        )
 
     @property
     def size(self) -> int:
@@ -131,6 +147,20 @@ def choice(value: Any) -> Any:
         raise bad_request(
             "'tool_choice.function.name' must be the name of a tool.", "tool_choice.function.name", "invalid_type"
         )
+    if isinstance(value, dict) and value.get("type") == "allowed_tools":
+        where, allowed = "tool_choice.allowed_tools", value.get("allowed_tools")
+        if not isinstance(allowed, dict) or allowed.get("mode") not in ("auto", "required"):
+            raise bad_request(f"'{where}.mode' must be auto or required.", f"{where}.mode")
+        tools = allowed.get("tools")
+        if not isinstance(tools, list) or not tools:
+            message = f"'{where}.tools' must be a list of tools, and not empty: for none there is 'tool_choice' none."
+            raise bad_request(message, f"{where}.tools", "invalid_type")
+        for i, tool in enumerate(tools):
+            function = tool.get("function") if isinstance(tool, dict) else None
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                name = f"{where}.tools[{i}].function.name"
+                raise bad_request(f"'{name}' must be the name of a tool.", name, "invalid_type")
+        return value
     if isinstance(value, dict):
         raise unsupported("tool_choice.type", f"'tool_choice' of type {shorten(value.get('type'))!r}")
     raise bad_request(
@@ -149,9 +179,17 @@ def tool_use(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
         return None
     offered = tuple(_tool(tool["function"], f"tools[{i}].function.parameters") for i, tool in enumerate(tools))
     many = parallel is not False
+    names = {tool.name for tool in offered}
+    if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+        allowed = choice["allowed_tools"]
+        wanted = frozenset(tool["function"]["name"] for tool in allowed["tools"])
+        if unknown := sorted(wanted - names):
+            where = "tool_choice.allowed_tools.tools"
+            raise bad_request(f"'{where}' names {shorten(unknown[0])!r}, which 'tools' does not have.", where)
+        return ToolUse(tools, offered, allowed["mode"], parallel=many, allowed=wanted)
     if isinstance(choice, dict):
         name = choice["function"]["name"]
-        if name not in (tool.name for tool in offered):
+        if name not in names:
             raise bad_request(
                 f"'tool_choice' names {shorten(name)!r}, which 'tools' does not have.", "tool_choice.function.name"
             )

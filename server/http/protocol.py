@@ -49,6 +49,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._head_received = 0  # since the head began, but for what came with its first bytes
         self._unread: int | None = None  # bytes of the body to come; None: chunked, nobody knows
         self._refusal: Refusal | None = None  # why a callback stopped the parser
+        self._offered = False  # an upgrade, in the head that was read last
         self._ignores = False  # what comes after a refusal, or after an early answer
         self._talks = False  # bytes came since the lingering was last looked at
         self._linger_until = 0.0  # of the loop's clock
@@ -129,9 +130,7 @@ class HttpProtocol(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         in_head = self._phase is Phase.HEAD
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # answered as any other request, after which the connection is closed
+            self._parse(data)
         except httptools.HttpParserError as error:
             self._refuse(self._refusal or malformed(str(error).rstrip(".") or "it cannot be read"))
             return
@@ -141,6 +140,26 @@ class HttpProtocol(HttpToolsProtocol):
                 self._refuse(self._headers_too_large())
         elif self._phase is Phase.IDLE and self._reading is None and self._answered():
             self._expect(self.limits.header_timeout)  # empty lines, which are no request yet
+
+    def _parse(self, data: bytes) -> None:
+        """Offers to go on in another protocol are not taken up (RFC 9110, section 7.8): clients of Java offer h2c with
+        each request. The parser ends a request that has one with its head, so a new parser gets that head without the
+        offer, and then all that comes behind it. Raises HttpParserError."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._offered:
+                    return  # CONNECT: answered as any other request, after which the connection is closed
+                rest = memoryview(data)[upgrade.args[0] :]
+            kept = [b"%b: %b\r\n" % header for header in self.headers if header[0] != b"upgrade"]
+            version = self.parser.get_http_version().encode()
+            head = b"%b %b HTTP/%b\r\n%b\r\n" % (self.parser.get_method(), self.url, version, b"".join(kept))
+            self._offered = False
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn does
+            data = head + rest
 
     # ---- the request, as the parser reads it ----
 
@@ -169,6 +188,9 @@ class HttpProtocol(HttpToolsProtocol):
             self._unread = body_length(self.parser.get_http_version(), self.headers)
         except Refusal as refusal:
             self._stop(refusal)
+        if self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT":
+            self._offered = True
+            return
         if len(self.pipeline) >= MAX_PIPELINE:
             self._stop(malformed(f"more than {MAX_PIPELINE} requests wait on one connection"))
         super().on_headers_complete()
@@ -188,6 +210,8 @@ class HttpProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._offered:
+            return
         self._phase = Phase.IDLE
         self._expect(None)
         self._is_busy()

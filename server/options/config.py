@@ -71,7 +71,7 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig):
         False, "log-probabilities name tokens as token_id:7 where a request does not say", group="server"
     )
     enable_force_include_usage: bool = option(
-        False, "every stream of chat and completions ends with the usage, whether asked for or not", group="server"
+        False, "every chunk of a stream of chat and completions has the usage, whether asked for or not", group="server"
     )
     tokenizer_pool_size: int = option(
         0, "threads for texts that take long to tokenise; short ones wait for none; 0: 4", group="server",

@@ -48,10 +48,7 @@ class Message(TypedDict, total=False):
 
 
 def messages(value: Any, where: str = "messages") -> list[dict[str, Any]]:
-    """Content is in each of them, also where the client left it out beside tool calls: a string, or several text parts.
-
-    Raises ApiError.
-    """
+    """Content is in each of them, also where the client left it out: a string, or text parts. Raises ApiError."""
     if not isinstance(value, list):
         raise bad_request(f"'{where}' must be a list of messages.", where, "invalid_type")
     if not value:
@@ -119,8 +116,8 @@ def _message(raw: Any, where: str) -> dict[str, Any]:
     if role == "assistant":
         message |= _of_assistant(raw, where)
     content = raw.get("content")
-    # An answer that called a tool, was refused or was cut off has no text, and a tool may have nothing to say.
-    if content in (None, []) and role in ("assistant", "tool", "function"):
+    # An answer that called a tool, was refused, or was cut off while it thought, has no text; a tool may have none.
+    if content in (None, []):
         message["content"] = message.get("refusal", "")
     else:
         message["content"] = _content(content, role, f"{where}.content")
@@ -193,9 +190,7 @@ def _text(raw: dict[str, Any], name: str, where: str) -> str | None:
 def _content(content: Any, role: str, where: str) -> str | list[dict[str, str]]:
     if isinstance(content, str):
         return content
-    if content is None:
-        raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
-    if not isinstance(content, list) or not content:
+    if not isinstance(content, list):
         raise bad_request(f"'{where}' must be a string or a list of content parts.", where, "invalid_type")
     if len(content) > MAX_PARTS:
         raise bad_request(f"'{where}' has {len(content)} parts; at most {MAX_PARTS} are allowed.", where)

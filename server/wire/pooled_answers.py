@@ -65,6 +65,7 @@ class ApiVersion(Schema):
 class BilledUnits(Schema):
     search_units: int | None = None
     input_tokens: int | None = None
+    image_tokens: int | None = None
 
 
 class Meta(Schema):

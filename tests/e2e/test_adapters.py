@@ -77,7 +77,7 @@ def test_an_engine_that_is_started_again_knows_them(server: Any, expected: dict[
     answer = httpx.post(url, json={"lora_name": "c", "lora_path": "c"}, timeout=60)
     assert answer.text == "Success: LoRA adapter 'c' added successfully."
     refused = httpx.post(url, json={"lora_name": "d", "lora_path": "../tiny"}, timeout=60)
-    assert refused.status_code == 400
+    assert refused.status_code == 404
     before = set(server.engine_pids())
     os.kill(min(before), signal.SIGKILL)
     end = time.monotonic() + 120

@@ -30,7 +30,8 @@ DEEP = 100_000
         b'{"a":' * 10_000 + b"1" + b"}" * 10_000, b'{"prompt": "Hi", "seed": 1' + b"0" * 900_000 + b"}",
         b'{"prompt": "\xff\xfe"}', b'{"prompt": "\\ud800"}', b'{"prompt": "\\ud800 tail"}',
         b'{"prompt": "\\udc00\\ud800"}',
-        b"\xef\xbb\xbf" + BODY, '{"prompt": "Hi"}'.encode("utf-16"), b'{"prompt": "a\x00b"}', BODY + b" trailing",
+        b"\xef\xbb\xbf\xef\xbb\xbf" + BODY,
+        '{"prompt": "Hi"}'.encode("utf-16"), b'{"prompt": "a\x00b"}', BODY + b" trailing",
     ],
     ids=lambda body: repr(body[:24]) + str(len(body)),
 )  # fmt: skip
@@ -45,6 +46,11 @@ def test_row_19_a_colon_in_a_text_is_no_second_key(url):
     text = '{"prompt": "x", "prompt": [{"a": 1}]}'
     body = {"model": "demo", "prompt": text, "max_tokens": 1, "stop": ['":']}
     assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
+
+
+def test_row_19_a_byte_order_mark_before_the_body_is_passed_over(url):
+    headers = {"content-type": "application/json"}
+    assert httpx.post(f"{url}/v1/completions", content=b"\xef\xbb\xbf" + BODY, headers=headers).status_code == 200
 
 
 def test_row_20_a_declared_length_over_the_limit_is_refused_unread(url, attacks):
@@ -207,7 +213,8 @@ def test_row_24_a_broken_body_behind_whole_requests_does_not_hold_the_connection
 
 def test_row_24_an_upgrade_that_is_not_offered_is_an_ordinary_request(url, attacks):
     upgrade = GET + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n"
-    assert [status for status, _ in attacks.exchange(url, upgrade)] == [200]
+    upgrade += POST + b"connection: upgrade, close\r\nupgrade: h2c\r\ncontent-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+    assert [status for status, _ in attacks.exchange(url, upgrade)] == [200, 200]
 
 
 @pytest.mark.parametrize(

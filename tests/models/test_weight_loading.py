@@ -151,8 +151,43 @@ def test_tensors_nobody_needs_are_passed_over(folder: Path) -> None:
     rewrite(folder, add)
     load(folder)
     set_config(folder, tie_word_embeddings=True)
+    copy = load_file(folder / "model.safetensors")["model.embed_tokens.weight"].clone()
+    rewrite(folder, lambda tensors: tensors.update({"lm_head.weight": copy}))
     model = load(folder)  # a copy of the tied output matrix
     assert model.lm_head.method.weight is model.embedding.weight
+
+
+@pytest.mark.parametrize("differs", ["each row", "one number"])
+def test_an_output_matrix_that_differs_from_the_one_it_is_tied_to_is_used(
+    folder: Path, caplog: pytest.LogCaptureFixture, differs: str
+) -> None:
+    """Models whose two were trained apart are saved with both, and a configuration that ties them."""
+    set_config(folder, tie_word_embeddings=True)
+
+    def change(tensors: dict[str, Any]) -> None:
+        if differs == "one number":
+            tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+            tensors["lm_head.weight"][-2, -1] += 1
+
+    rewrite(folder, change)
+    stored = load_file(folder / "model.safetensors")
+    model = load(folder)
+    assert torch.equal(model.lm_head.method.weight, stored["lm_head.weight"])
+    assert torch.equal(model.embedding.weight, stored["model.embed_tokens.weight"])
+    assert "config.json ties lm_head.weight to model.embed_tokens.weight (tie_word_embeddings), but" in caplog.text
+
+
+def test_names_without_the_models_beginning(folder: Path) -> None:
+    """As transformers' base models have them; an output matrix says that text is generated all the same."""
+
+    def rename(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    whole = load(folder)
+    rewrite(folder, rename)
+    short = load(folder)
+    assert short.config.generates and torch.equal(short.lm_head.method.weight, whole.lm_head.method.weight)
 
 
 # ---- what is refused ----
@@ -228,13 +263,47 @@ def test_git_lfs_pointer(folder: Path) -> None:
 def test_missing_tensor(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.pop(Q))
     assert refusal(folder) == (
-        f"the checkpoint lacks {Q}: the weights are incomplete or do not fit config.json, download both again"
+        f"the checkpoint lacks {Q}, and has lm_head.weight, model.embed_tokens.weight, "
+        "model.layers.0.input_layernorm.weight, …: the weights are incomplete or do not fit config.json, download both "
+        "again"
     )
+
+
+@pytest.mark.parametrize("more", ["_orig_mod.", "module.", "language_model."])
+def test_names_that_have_more_at_their_beginning_are_said(folder: Path, more: str) -> None:
+    """As torch.compile and others that wrap a model leave them."""
+
+    def rename(tensors: dict[str, Any]) -> None:
+        for name in list(tensors):
+            tensors[more + name] = tensors.pop(name)
+
+    rewrite(folder, rename)
+    message = refusal(folder)
+    assert f"and has {more}model.embed_tokens.weight: its names begin with '{more}', save it without that" in message
+
+
+def test_names_that_lack_their_beginning_are_said(folder: Path) -> None:
+    rewrite(folder, lambda tensors: tensors.update({Q.removeprefix("model."): tensors.pop(Q)}))
+    assert f"and has {Q.removeprefix('model.')}: its names lack 'model.' at their beginning" in refusal(folder)
+
+
+def test_a_link_to_nothing(folder: Path) -> None:
+    """What the hub's cache has once its blobs were deleted."""
+    file = folder / "model.safetensors"
+    file.rename(folder / "first.safetensors")
+    (folder / "second.safetensors").symlink_to("blobs/none")
+    assert refusal(folder) == (
+        f"{folder / 'second.safetensors'} is a link to blobs/none, which is not there: download the model again"
+    )
+    (folder / "first.safetensors").unlink()
+    (folder / "second.safetensors").unlink()
+    (folder / "pytorch_model.bin").symlink_to("blobs/none")
+    assert "pytorch_model.bin is a link to blobs/none, which is not there" in refusal(folder)
 
 
 def test_missing_output_matrix_of_an_untied_model(folder: Path) -> None:
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    assert "the checkpoint lacks lm_head.weight: " in refusal(folder)
+    assert "the checkpoint lacks lm_head.weight, and has model." in refusal(folder)
 
 
 def test_unexpected_shape_names_both(folder: Path) -> None:

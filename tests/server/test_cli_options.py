@@ -428,3 +428,16 @@ def test_the_overview_names_every_command(capsys: Any) -> None:
         assert f"\n  {name} " in out
         assert main.load(name).__doc__ and isinstance(main.command_parser(name, main.load(name)), Parser)
     assert len(out.splitlines()) <= 30 and "\x1b" not in out
+
+
+def test_a_name_that_is_no_text_is_refused_in_one_line() -> None:
+    """Folders may have any bytes for a name; a command line has what is no UTF-8 as surrogates."""
+    name = os.fsdecode(b"/m\xff\xfe")
+    with pytest.raises(ConfigError) as caught:
+        read_flags(parse(name))
+    assert str(caught.value) == (
+        "--model is '/m\\udcff\\udcfe': it is no UTF-8: rename the file or folder, or give another text"
+    )
+    str(caught.value).encode()
+    with pytest.raises(ConfigError, match="no UTF-8"):
+        from_keywords({"model": name})

@@ -195,7 +195,7 @@ def test_other_versions_and_missing_text_are_named() -> None:
     with pytest.raises(ApiError, match=f"another version than {VERSION}"):
         compaction_message({"encrypted_content": carried(version=VERSION + 1, sha256=None)}, "input[0]")
     with pytest.raises(ApiError, match=r"Missing required parameter: 'input\[0\].encrypted_content'"):
-        item_messages([{"type": "compaction"}], "input")
+        item_messages([{"type": "compaction"}], "input", [].append)
 
 
 def test_the_openai_client(new_thinking: Any, serve: Any) -> None:

@@ -21,6 +21,13 @@ def test_content_is_a_string_or_several_parts() -> None:
     assert one(role="assistant", content=[{"type": "refusal", "refusal": "no"}])["content"] == "no"
 
 
+def test_content_that_is_empty_is_an_empty_text() -> None:
+    """An answer that was cut off while it thought has null, and clients send it back."""
+    for role in ("system", "developer", "user", "assistant", "tool", "function"):
+        for content in ({}, {"content": None}, {"content": []}, {"content": ""}):
+            assert one(role=role, **content) == {"role": role, "content": ""}
+
+
 def test_an_answer_that_called_tools() -> None:
     call = {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1, "é"]}'}}
     for content in ({}, {"content": None}, {"content": ""}):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import socket
 import time
 from collections import Counter
@@ -209,6 +210,58 @@ def test_garbage_behind_a_request_does_not_cost_its_answer(tmp_path: Path, garba
         assert b"connection: close" in data
 
     assert run(tmp_path, test)["malformed_request"] == 1
+
+
+async def echo(scope: Any, receive: Any, send: Any) -> None:
+    body, more = b"", True
+    while more:
+        message = await receive()
+        body, more = body + message.get("body", b""), message.get("more_body", False)
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
+    await send({"type": "http.response.body", "body": body})
+
+
+OFFER = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAoAAAAAIAAAAA\r\n"
+
+
+@pytest.mark.parametrize("how", ["h2c", "websocket", "foo/2", "without a connection header", "not at all"])
+def test_an_upgrade_that_is_offered_takes_no_body_away(tmp_path: Path, how: str) -> None:
+    """Two requests on each connection, the second behind the first: the offer ends nothing."""
+    others = {"without a connection header": b"Upgrade: h2c\r\n", "not at all": b""}
+    head = b"POST / HTTP/1.1\r\nhost: x\r\n" + others.get(how, OFFER.replace(b"h2c", how.encode()))
+    bodies = (
+        b"content-length: 5\r\n\r\nabcde",
+        b"transfer-encoding: chunked\r\n\r\n3\r\nabc\r\n2\r\nde\r\n0\r\n\r\n",
+    )
+
+    async def test(path: str) -> None:
+        for body in bodies:
+            data = (head + body) * 2
+            size = len(data)
+            for cuts in ([], [len(head) - 3], [data.index(b"\r\n\r\n") + 4], range(1, size)):
+                reader, writer = await asyncio.open_unix_connection(path)
+                for start, end in itertools.pairwise([0, *cuts, size]):
+                    writer.write(data[start:end])
+                    await asyncio.sleep(0.05 if len(cuts) == 1 else 0)
+                for _ in range(2):
+                    answer = await reader.readuntil(b"abcde")
+                    assert answer.startswith(b"HTTP/1.1 200"), answer
+                writer.close()
+
+    assert not run(tmp_path, test, echo)
+
+
+@pytest.mark.parametrize(
+    "headers", [b"content-length: 1\r\ncontent-length: 2\r\n", b"host: y\r\n", b"content-length: x\r\n"]
+)
+def test_an_offer_does_not_open_what_is_refused_without_it(tmp_path: Path, headers: bytes) -> None:
+    async def test(path: str) -> None:
+        reader, writer = await asyncio.open_unix_connection(path)
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\n" + OFFER + headers + b"\r\nab")
+        answer = await reader.read()
+        assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"HTTP/1.1 ") == 1, answer
+
+    assert run(tmp_path, test, echo)["malformed_request"] == 1
 
 
 def test_who_is_idle_longest_makes_room_and_who_is_busy_does_not(tmp_path: Path) -> None:

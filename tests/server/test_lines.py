@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import http.server
 import json
 import re
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,3 +70,28 @@ def test_an_answer_in_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     connection = talk.Connection(parser.parse_args(["--model-name", "m"]))
     assert connection.answer("chat/completions", {"messages": []}).text == TEXT
     assert capsys.readouterr().out == TEXT
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_on_this_machine_is_not_asked_for_by_a_proxy(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Models(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"data": [{"id": "m"}]}')
+
+        def log_message(self, *arguments: Any) -> None: ...
+
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # where nobody listens
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")  # for which httpx lacks a library
+    parser = argparse.ArgumentParser()
+    talk.add_arguments(parser)
+    with http.server.HTTPServer(("127.0.0.1", 0), Models) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        arguments = parser.parse_args(["--url", f"http://{host}:{server.server_port}/v1"])
+        assert talk.Connection(arguments).model == "m"
+        server.shutdown()
+    with pytest.raises(talk.TalkError, match=r"cannot (use these settings|reach)"):
+        talk.Connection(parser.parse_args(["--url", "http://192.0.2.1/v1"]))  # another machine: the proxy is asked

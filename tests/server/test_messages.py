@@ -15,6 +15,8 @@ from vserve.server.http.front_door import FrontDoor
 
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"name": "get_weather", "description": "d", "input_schema": {"type": "object"}}
+WEB_SEARCH = {"type": "web_search_20250305", "name": "web_search", "max_uses": 5}
+BILLING = "x-anthropic-billing-header: cc_version=9.9.9.abc; cc_entrypoint=cli; cch=abcde;"
 HI = [{"role": "user", "content": "Hi"}]
 
 
@@ -176,6 +178,112 @@ def test_blocks_become_messages(thinking: Any) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "system",
+    [
+        [{"type": "text", "text": BILLING}, {"type": "text", "text": "Be kind."}],
+        [{"type": "text", "text": f"{BILLING}\nBe kind."}],
+        f"{BILLING}\nBe kind.",
+    ],
+)
+def test_what_claude_code_says_of_billing_is_not_for_the_model(thinking: Any, system: Any) -> None:
+    """It is another text in each request, and nothing behind it would be found in the prefix cache."""
+    ask(thinking.client, system="Be kind.")
+    plain = thinking.prompt
+    counted = [thinking.client.post("/v1/messages/count_tokens", {"messages": HI, "system": "Be kind."}).json()]
+    for said in (system, json.loads(json.dumps(system).replace("abcde", "fghij"))):
+        ask(thinking.client, system=said)
+        assert thinking.prompt == plain
+        counted.append(thinking.client.post("/v1/messages/count_tokens", {"messages": HI, "system": said}).json())
+    assert counted[1:] == counted[:1] * 2
+    ask(thinking.client, system=[{"type": "text", "text": BILLING}])
+    assert "system" not in thinking.prompt
+
+
+def test_what_is_no_text_in_a_history_becomes_a_line_of_it(thinking: Any) -> None:
+    """Or every later request of the session would be refused."""
+    image = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+    history = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": [
+            {"type": "server_tool_use", "id": "s", "name": "web_search", "input": {"query": "cats"}},
+            {"type": "web_search_tool_result", "tool_use_id": "s", "content": [
+                {"type": "web_search_result", "title": "Cats", "url": "http://cats", "encrypted_content": "??"}]},
+            {"type": "code_execution_tool_result", "tool_use_id": "t", "content": {
+                "type": "code_execution_result", "stdout": "OUT", "stderr": "", "return_code": 0, "content": []}},
+            {"type": "mcp_tool_result", "tool_use_id": "u", "content": [{"type": "text", "text": "MCP"}]},
+            {"type": "web_fetch_tool_result", "tool_use_id": "v", "content": {
+                "type": "web_fetch_result", "url": "http://dogs", "content": {"type": "document", "source": {}}}},
+            {"type": "tool_use", "id": "a", "name": "get_weather", "input": {"city": "Paris"}}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "a", "content": [
+                {"type": "text", "text": "before"}, image, {"type": "text", "text": "after"},
+                {"type": "tool_reference", "tool_name": "get_weather"},
+                {"type": "search_result", "title": "Title", "source": "http://s",
+                 "content": [{"type": "text", "text": "found"}]}]},
+            {"type": "document", "source": {"type": "base64", "media_type": "application/pdf", "data": "AAAA"}},
+            {"type": "document", "title": "Notes", "source": {
+                "type": "text", "media_type": "text/plain", "data": "NOTED"}},
+            {"type": "document", "source": {"type": "content", "content": [{"type": "text", "text": "PARTS"}]}}]},
+    ]  # fmt: skip
+    answer = post(thinking.client, messages=history, tools=[TOOL])
+    assert answer.status_code == 200, answer.text
+    said = re.sub(r"<\|im_start\|>|<\|im_end\|>", "", thinking.prompt)
+    assert said.endswith(
+        'user\nLook.\nassistant\n[The tool web_search was called with {"query":"cats"}]\n'
+        "[Its result (web_search):]\nCats\nhttp://cats\n[Its result (code_execution):]\nOUT\n[Its result (mcp):]\nMCP\n"
+        "[Its result (web_fetch):]\nhttp://dogs<tool_call>Paris</tool_call>\n"
+        "tool\nbefore\n[A picture was here. You cannot see pictures.]\nafter\n[The tool get_weather can be called.]\n"
+        "Title\nhttp://s\nfound\n"
+        "user\n[A document was here. You cannot read documents of this kind.]\nNotes\nNOTED\nPARTS\n"
+        "assistant\n<think>\n\n</think>\n\n"
+    )
+    assert answer.headers["x-vserve-ignored-params"] == (
+        "messages.server_tool_use, messages.web_search_tool_result, messages.code_execution_tool_result, "
+        "messages.mcp_tool_result, messages.web_fetch_tool_result, messages.image, messages.tool_reference, "
+        "messages.search_result, messages.document"
+    )
+    counted = thinking.client.post("/v1/messages/count_tokens", {"messages": history, "tools": [TOOL]})
+    usage = answer.json()["usage"]
+    assert counted.json() == {"input_tokens": usage["input_tokens"] + usage["cache_read_input_tokens"]}
+    assert counted.headers["x-vserve-ignored-params"] == answer.headers["x-vserve-ignored-params"]
+
+
+def test_tools_of_anthropics_servers_are_left_out_and_named(thinking: Any, new_thinking: Any) -> None:
+    others = [WEB_SEARCH, {"type": "tool_search_tool_bm25_20251119", "name": "find"}, {"type": "mcp_toolset"}]
+    ask(thinking.client, tools=[TOOL])
+    plain = thinking.prompt
+    answer = post(thinking.client, tools=[others[0], TOOL, *others], tool_choice={"type": "auto"})
+    assert answer.status_code == 200 and thinking.prompt == plain
+    assert answer.headers["x-vserve-ignored-params"] == (
+        "tools.web_search_20250305, tools.tool_search_tool_bm25_20251119, tools.mcp_toolset"
+    )
+    alone = post(thinking.client, tools=others, tool_choice={"type": "auto"})  # as if there were none
+    assert alone.status_code == 200 and "get_weather" not in thinking.prompt
+    strict = post(new_thinking(strict_params=True).client, tools=others)
+    assert strict.status_code == 400 and "tools.web_search_20250305" in strict.text
+
+
+@pytest.mark.parametrize("content", [None, "", [], [{"type": "text", "text": ""}], "missing"])
+def test_content_that_is_empty_is_an_empty_text(thinking: Any, content: Any) -> None:
+    """What an answer was that had been cut off within its thinking."""
+    said = {"role": "assistant", "content": content}
+    if content == "missing":
+        del said["content"]
+    ask(thinking.client, messages=[*HI, said, *HI])
+    assert "<|im_start|>assistant\n<|im_end|>" in thinking.prompt
+    ask(thinking.client, messages=[*HI, {**said, "role": "user"}])
+    assert "<|im_start|>user\n<|im_end|>" in thinking.prompt
+
+
+def test_thinking_that_is_not_to_be_shown(thinking: Any) -> None:
+    thinking.says("<think>Hm</think>Yes")
+    assert [b["type"] for b in ask(thinking.client, thinking={"type": "adaptive"})["content"]] == ["thinking", "text"]
+    thinking.says("<think>Hm</think>Yes")
+    message = ask(thinking.client, thinking={"type": "adaptive", "display": "omitted"})
+    assert message["content"] == [{"type": "text", "text": "Yes"}]
+
+
 def test_an_answer_that_has_begun_goes_on(thinking: Any) -> None:
     ask(thinking.client, messages=[*HI, {"role": "assistant", "content": "The answer"}])
     assert thinking.prompt.endswith("<|im_start|>assistant\nThe answer")
@@ -233,7 +341,8 @@ def test_count_tokens(thinking: Any) -> None:
         ({"messages": []}, "'messages' must not be empty"),
         ({"messages": "x"}, "'messages' must be a list"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "'messages[0].role'"),
-        ({"messages": [{"role": "user"}]}, "'messages[0].content'"),
+        ({"messages": [{"role": "user", "content": 7}]}, "'messages[0].content'"),
+        ({"messages": [{"role": "user", "content": [{"type": "thing"}]}]}, "type 'thing' is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "type 'image' is not supported"),
         (
             {"messages": [{"role": "user", "content": [{"type": "tool_result"}]}]},
@@ -244,7 +353,9 @@ def test_count_tokens(thinking: Any) -> None:
             "'messages[0].content[0].input'",
         ),
         ({"system": [{"type": "image"}]}, "'image'"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "'web_search_20250305'"),
+        ({"tools": [{"type": "web_search", "name": "web_search"}]}, "'web_search'"),
+        ({"tools": [{"type": 7, "name": "web_search"}]}, "type '7'"),
+        ({"tools": [WEB_SEARCH], "tool_choice": {"type": "any"}}, "'tools'"),
         ({"tools": [{"name": "f"}]}, "'tools[0].input_schema'"),
         ({"tools": [{"name": "a b", "input_schema": {}}]}, "'tools[0].name'"),
         ({"tools": [{"name": "f", "input_schema": {"type": "string"}}]}, "'tools[0].input_schema'"),

@@ -8,6 +8,14 @@ import pytest
 
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}
 OTHER = {"type": "function", "name": "search"}
+PATCH = {
+    "type": "custom", "name": "apply_patch", "description": "Patches.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": "start: ANY"},
+}  # fmt: skip
+AGENTS = {
+    "type": "namespace", "name": "agents", "description": "Others.",
+    "tools": [{**TOOL, "name": "spawn", "description": "New."}, {**OTHER, "name": "wait"}],
+}  # fmt: skip
 
 
 def ask(thinking: Any, input: Any = "Hi", **body: Any) -> dict[str, Any]:
@@ -66,7 +74,7 @@ def test_parameters(thinking: Any) -> None:
         ({"type": "function", "name": "search"}, ("get_weather", "search"), "named"),
         (
             {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "search"}]},
-            ("search",), "required",
+            ("get_weather", "search"), "required",
         ),
     ],
 )  # fmt: skip
@@ -76,8 +84,91 @@ def test_tools_are_offered(thinking: Any, choice: Any, names: tuple[str, ...], m
     assert [tool["name"] for tool in response["tools"]] == ["get_weather", "search"]
     assert response["tool_choice"] == (choice or "auto")
     (param, constraint), *_ = thinking.grammars.asked
-    assert param == "tools" and ("get_weather" in constraint.text) == (mode != "named" and "get_weather" in names)
+    assert param == "tools" and ("get_weather" in constraint.text) == (choice in (None, "required"))
     assert thinking.grammars.held == 0
+
+
+def test_tools_of_codex(thinking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Functions of a namespace and custom tools are functions to the model; what is built into OpenAI's is left out."""
+    seen: list[Any] = []
+    render = type(thinking.model.tokenizer).render
+
+    def watched(tokenizer: Any, messages: Any, options: Any) -> str:
+        seen.append([tool["function"] for tool in options.get("tools", [])])
+        return render(tokenizer, messages, options)
+
+    monkeypatch.setattr(type(thinking.model.tokenizer), "render", watched)
+    built_in = [{"type": "web_search", "external_web_access": False}, {"type": "local_shell"}, {"type": "web_search"}]
+    body = {"input": "Hi", "tools": [AGENTS, TOOL, *built_in, PATCH], "text": {"verbosity": "low"}}
+    answer = thinking.client.post("/v1/responses", body)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-vserve-ignored-params"] == "tools.web_search, tools.local_shell, text.verbosity"
+    assert [tool["type"] for tool in answer.json()["tools"]] == [tool["type"] for tool in body["tools"]]
+    spawn, wait, weather, patch = seen[-1]
+    assert (spawn["name"], spawn["description"]) == ("agents__spawn", "New.\n(Of all in agents: Others.)")
+    assert spawn["parameters"] == TOOL["parameters"] and wait == {"name": "agents__wait"}
+    assert weather["name"] == "get_weather"
+    assert patch["name"] == "apply_patch" and patch["parameters"]["required"] == ["input"]
+    assert patch["description"] == "Patches.\n'input' follows this grammar (lark):\nstart: ANY"
+    for choice, name in (
+        ({"type": "custom", "name": "apply_patch"}, "apply_patch"),
+        ({"type": "function", "name": "wait", "namespace": "agents"}, "agents__wait"),
+        ({"type": "allowed_tools", "mode": "required", "tools": [{"type": "namespace", "name": "agents"}]}, "agents__"),
+    ):
+        thinking.grammars.asked.clear()
+        assert thinking.client.post("/v1/responses", {**body, "tool_choice": choice}).status_code == 200
+        (_, constraint), *_ = thinking.grammars.asked
+        assert name in constraint.text and "get_weather" not in constraint.text
+    ask(thinking, tools=built_in, tool_choice="auto")
+    assert seen[-1] == []
+    ask(thinking, tools=[TOOL, *built_in], tool_choice={"type": "allowed_tools", "tools": built_in[:1]})
+    assert seen[-1] == []
+
+
+def test_items_of_other_tools_are_in_the_history(thinking: Any) -> None:
+    answer = thinking.client.post("/v1/responses", {"input": [
+        {"role": "user", "content": "Go"},
+        {"type": "web_search_call", "id": "ws", "status": "completed", "action": {"type": "search", "query": "cats"}},
+        {"type": "custom_tool_call", "call_id": "a", "name": "get_weather", "input": "x"},
+        {"type": "custom_tool_call_output", "call_id": "a", "output": "patched"},
+        {"type": "local_shell_call", "id": "s", "call_id": "b", "status": "completed",
+         "action": {"type": "exec", "command": ["ls"], "city": "Ls"}},
+        {"type": "local_shell_call_output", "id": "b", "output": "files"},
+        {"type": "function_call", "call_id": "c", "name": "view", "namespace": "images",
+         "arguments": '{"city": "Rome"}'},
+        {"type": "function_call_output", "call_id": "c", "output": [
+            {"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": "data:image/png;base64,AA"}]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": []},
+        {"role": "user"},
+    ]})  # fmt: skip
+    assert answer.status_code == 200, answer.text
+    assert thinking.prompt == (
+        "<|im_start|>user\nGo<|im_end|>\n"
+        '<|im_start|>assistant\n[web_search_call: {"action":{"type":"search","query":"cats"}}]'
+        "<tool_call></tool_call><|im_end|>\n<|im_start|>tool\npatched<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>Ls</tool_call><|im_end|>\n<|im_start|>tool\nfiles<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>Rome</tool_call><|im_end|>\n"
+        "<|im_start|>tool\nSee\n[A picture was here. You cannot see pictures.]<|im_end|>\n"
+        "<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\n<|im_end|>\n<|im_start|>user\n<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert answer.headers["x-vserve-ignored-params"] == (
+        "input.web_search_call, input.local_shell_call, input.local_shell_call_output, input.input_image"
+    )
+
+
+def test_a_schema_beside_json_object(thinking: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    ask(thinking, text={"format": {"type": "json_object", "schema": schema}})
+    chat = {"messages": [{"role": "user", "content": "x"}]}
+    formats = ({"type": "json_object", "schema": schema}, {"type": "json_object", "schema": None})
+    for format in formats:
+        assert thinking.client.post("/v1/chat/completions", {**chat, "response_format": format}).status_code == 200
+    kinds = [(constraint.kind, '"a"' in constraint.text) for _, constraint in thinking.grammars.asked]
+    assert kinds == [("json", True), ("json", True), ("json_object", False)]
+    wrong = thinking.client.post("/v1/chat/completions", {**chat, "response_format": {**formats[0], "schema": 5}})
+    assert wrong.status_code == 400 and "'response_format.schema'" in wrong.text
 
 
 def test_without_tools(thinking: Any) -> None:
@@ -111,7 +202,7 @@ def test_effort(thinking: Any) -> None:
         ({"input": []}, "input", "must not be empty"),
         ({"input": ["x"]}, "input[0]", "must be an object"),
         ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", "'tool'"),
-        ({"input": [{"role": "user"}]}, "input[0].content", "Missing"),
+        ({"input": [{"role": "user", "content": 5}]}, "input[0].content", "must be a list"),
         (
             {"input": [{"role": "user", "content": [{"type": "input_image"}]}]},
             "input[0].content[0].type",
@@ -119,10 +210,23 @@ def test_effort(thinking: Any) -> None:
         ),
         ({"input": [{"role": "user", "content": [{"type": "input_text"}]}]}, "input[0].content[0].text", "Missing"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type", "previous_response_id"),
-        ({"input": [{"type": "web_search_call"}]}, "input[0].type", "web_search_call"),
+        ({"input": [{"type": "web_call"}]}, "input[0].type", "web_call"),
+        ({"input": [{"type": "local_shell_call"}]}, "input[0].id", "Missing"),
+        ({"input": [{"type": "custom_tool_call", "call_id": "x", "name": "f"}]}, "input[0].input", "Missing"),
         ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "Missing"),
-        ({"input": [{"type": "function_call_output", "call_id": "x"}]}, "input[0].output", "Missing"),
-        ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0].type", "'web_search'"),
+        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input[0].call_id", "Missing"),
+        ({"input": "x", "tools": [{"type": 5}]}, "tools[0].type", "'5'"),
+        ({"input": "x", "tools": [{"type": "custom"}]}, "tools[0].name", "Missing"),
+        ({"input": "x", "tools": [{**PATCH, "description": 5}]}, "tools[0].description", "must be a string"),
+        ({"input": "x", "tools": [{**PATCH, "format": {"type": "grammar"}}]}, "tools[0].format.definition", "Missing"),
+        ({"input": "x", "tools": [{"type": "namespace", "name": "n"}]}, "tools[0].tools", "must be a list"),
+        ({"input": "x", "tools": [{**AGENTS, "tools": [{"type": "function"}]}]}, "tools[0].tools[0].name", "Missing"),
+        ({"input": "x", "tools": [{**AGENTS, "tools": [AGENTS]}], "tool_choice": "required"}, "tool_choice", "'tools'"),
+        (
+            {"input": "x", "tools": [TOOL], "tool_choice": {"type": "allowed_tools", "tools": [OTHER]}},
+            "tool_choice.tools",
+            "'search'",
+        ),
         ({"input": "x", "tools": [{"type": "function"}]}, "tools[0].name", "'tools[0].name'"),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "function", "name": "y"}}, "tool_choice.name", "'y'"),
         ({"input": "x", "tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice.type", "'mcp'"),
@@ -131,7 +235,7 @@ def test_effort(thinking: Any) -> None:
         ({"input": "x", "background": 1}, "background", "boolean"),
         ({"input": "x", "conversation": "c"}, "conversation", "not supported"),
         ({"input": "x", "include": ["file_search_call.results"]}, "include[0]", "file_search_call"),
-        ({"input": "x", "text": {"verbosity": "high"}}, "text.verbosity", "high"),
+        ({"input": "x", "text": {"verbosity": "huge"}}, "text.verbosity", "'low', 'medium' or 'high'"),
         ({"input": "x", "text": {"format": {"type": "regex"}}}, "text.format.type", "'regex'"),
         ({"input": "x", "text": {"format": {"type": "json_schema"}}}, "text.format.schema", "'text.format.schema'"),
         ({"input": "x", "max_output_tokens": 0}, "max_output_tokens", "at least 1"),

@@ -129,6 +129,54 @@ def test_reasoning_text_and_calls(thinking: Any) -> None:
     assert response["usage"]["output_tokens_details"]["reasoning_tokens"] > 0
 
 
+def test_calls_of_custom_tools_and_of_namespaces(thinking: Any) -> None:
+    """As Codex reads them: the first has text for its input, the second its namespace beside its name."""
+    patch = {"type": "custom", "name": "apply_patch"}
+    agents = {"type": "namespace", "name": "agents", "tools": [TOOL, {"type": "custom", "name": "say"}]}
+    calls = [
+        {"name": "apply_patch", "arguments": {"input": 'a "patch"\n'}},
+        {"name": "agents__get_weather", "arguments": {"city": "Paris"}},
+        {"name": "agents__say", "arguments": {"input": ""}},
+    ]
+    text = "\n".join(f"<tool_call>\n{json.dumps(call)}\n</tool_call>" for call in calls)
+    thinking.says(f"<think>So.</think>{text}")
+    body = {"tools": [patch, agents], "input": "Weather?"}
+    events = stream(thinking.client, **body)
+    response = events[-1]["response"]
+    assert steady(response) == steady(whole(thinking.client, **body))
+    found = [
+        {name: value for name, value in item.items() if name not in ("id", "call_id", "status")}
+        for item in response["output"][1:]
+    ]
+    assert found == [
+        {"type": "custom_tool_call", "name": "apply_patch", "input": 'a "patch"\n'},
+        {"type": "function_call", "name": "get_weather", "namespace": "agents", "arguments": '{"city": "Paris"}'},
+        {"type": "custom_tool_call", "name": "say", "namespace": "agents", "input": ""},
+    ]
+    told = [line for line in outline(events) if "custom_tool_call_input" in line]
+    assert [line.split(" ")[0] for line in told] == [
+        "custom_tool_call_input.delta", "custom_tool_call_input.done"
+    ] * 2  # fmt: skip
+    # What was answered comes back, stored or sent, and is the same to the model.
+    results = [
+        {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "done"}
+        for item in response["output"][1:]
+    ]
+    whole(thinking.client, tools=body["tools"], input=results, previous_response_id=response["id"])
+    stored = thinking.prompt
+    history = [{"role": "user", "content": "Weather?"}, *response["output"], *results]
+    whole(thinking.client, tools=body["tools"], input=history)
+    assert thinking.prompt == stored and "Paris" in stored
+
+
+def test_a_custom_call_that_is_cut_off(thinking: Any) -> None:
+    thinking.says('<tool_call>\n{"name": "apply_patch", "arguments": {"input": "a', ends=False)
+    body = {"tools": [{"type": "custom", "name": "apply_patch"}], "input": "x", "max_output_tokens": 40}
+    answer = whole(thinking.client, **body)
+    assert answer["status"] == "incomplete", answer
+    assert all(item["status"] in ("completed", "incomplete") for item in answer["output"])
+
+
 @pytest.mark.parametrize("size", [1, 3, 1000])
 @pytest.mark.parametrize(
     "text", ["Hello", f"<think>So.</think>Wait.{CALL}", CALL, "<think>Only thought", f"{CALL[:50]}", ""]

@@ -138,7 +138,7 @@ def test_a_server_that_names_tokens_by_id(new_client: Any) -> None:
 def test_a_server_that_always_tells_the_usage(new_client: Any, client: Any) -> None:
     forced = new_client(enable_force_include_usage=True)
     for ask in (chat, complete):
-        wanted = ask(client, stream_options={"include_usage": True})
+        wanted = ask(client, stream_options={"include_usage": True, "continuous_usage_stats": True})
         assert ask(forced) == ask(forced, stream_options={"include_usage": False}) == wanted
         assert '"usage":{' in wanted and '"usage":{' not in ask(client)
     assert "usage" in forced.chat().json()  # not streamed, as always

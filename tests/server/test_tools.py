@@ -404,6 +404,23 @@ def test_what_each_choice_is_constrained_by(client: Any, says: Any, grammars: Gr
     assert all(request.sampling.grammar == "key" for request in engine.submitted) and grammars.held == 0
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_allowed_tools_bind_the_calls_and_not_the_prompt(
+    client: Any, says: Any, grammars: Grammars, engine: Any, mode: str
+) -> None:
+    """The prefix cache knows the prompt with all of them."""
+    says(PARIS)
+    whole(client, tools=TOOLS, tool_choice="auto" if mode == "auto" else "required")
+    allowed = {"mode": mode, "tools": [{"type": "function", "function": {"name": "get_weather"}}]}
+    whole(client, tools=TOOLS, tool_choice={"type": "allowed_tools", "allowed_tools": allowed})
+    first, second = engine.submitted
+    assert list(first.token_ids) == list(second.token_ids)
+    (_, all_of_them), (_, some) = grammars.asked
+    assert json.loads(all_of_them.text)["format"]["type"] == json.loads(some.text)["format"]["type"]
+    assert "search" in all_of_them.text
+    assert "search" not in some.text and "get_weather" in some.text
+
+
 def test_the_grammar_waits_for_the_reasoning(client: Any, says: Any, engine: Any, speaking_model: TextModel) -> None:
     says("<think>Hm.</think>" + PARIS)
     begin, end = speaking_model.tokenizer.encode("<think></think>", False)
@@ -445,6 +462,10 @@ def test_bad_tools_are_refused(client: Any, new_client: Any) -> None:
     def function(**fields: Any) -> dict[str, Any]:
         return {"tools": [{"type": "function", "function": {"name": "f", **fields}}]}
 
+    def allowed(**fields: Any) -> dict[str, Any]:
+        set_of = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "get_weather"}}], **fields}
+        return {"tools": TOOLS, "tool_choice": {"type": "allowed_tools", "allowed_tools": set_of}}
+
     deep: Any = {"type": "object"}
     for _ in range(200):
         deep = {"type": "object", "properties": {"x": deep}}
@@ -467,6 +488,11 @@ def test_bad_tools_are_refused(client: Any, new_client: Any) -> None:
         ({"tools": TOOLS, "tool_choice": 5}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function"}}, "tool_choice.function.name"),
         ({"tools": TOOLS, "tool_choice": {"type": "custom"}}, "tool_choice.type"),
+        (allowed(mode="some"), "tool_choice.allowed_tools.mode"),
+        (allowed(tools=[]), "tool_choice.allowed_tools.tools"),
+        (allowed(tools=["get_weather"]), "tool_choice.allowed_tools.tools[0].function.name"),
+        (allowed(tools=[{"type": "function", "function": {"name": "x"}}]), "tool_choice.allowed_tools.tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "allowed_tools"}}, "tool_choice.allowed_tools.mode"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice.function.name"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls"),

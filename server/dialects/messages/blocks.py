@@ -2,66 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from ...errors import bad_request, shorten, unsupported
 from ..as_chat import MAX_PARTS, objects, string, text_of
+from .stand_ins import stand_in
 
+# A line that Claude Code writes before its system message. It is another one with each request, so that nothing behind
+# it would be found in the prefix cache; it is meant for the billing of Anthropic's own service, and not for a model.
+BILLING = "x-anthropic-billing-header:"
 _TEXT = {"text": "text"}
+
+LeaveOut = Callable[[str], None]  # hears the name of each kind of content that becomes a line of text
 
 
 def system_text(value: Any) -> str:
     """Raises ApiError (400)."""
-    return "" if value is None else text_of(value, "system", _TEXT)
+    return "" if value is None else _system(value, "system")
 
 
-def chat_messages(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _system(value: Any, where: str) -> str:
+    text = text_of(value, where, _TEXT)
+    while text.startswith(BILLING):
+        text = text.partition("\n")[2]
+    return text
+
+
+def chat_messages(messages: list[dict[str, Any]], leave_out: LeaveOut) -> list[dict[str, Any]]:
     """Raises ApiError (400)."""
     said: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
         role, content, where = message.get("role"), message.get("content"), f"messages[{i}].content"
+        if content is None:
+            content = ""
         if role == "assistant":
-            said.append(_assistant(content, where))
+            said.append(_assistant(content, where, leave_out))
         elif role == "user":
-            said += _user(content, where)
+            said += _user(content, where, leave_out)
         elif role == "system":
-            said.append({"role": "system", "content": text_of(content, where, _TEXT)})
+            said.append({"role": "system", "content": _system(content, where)})
         else:
             param = f"messages[{i}].role"
             raise bad_request(f"'{param}' must be user or assistant, but it is {shorten(role)!r}.", param)
     return said
 
 
-def _user(content: Any, where: str) -> list[dict[str, Any]]:
+def _user(content: Any, where: str, leave_out: LeaveOut) -> list[dict[str, Any]]:
     """The results of tools are messages of their own."""
     if not isinstance(content, list):
         return [{"role": "user", "content": text_of(content, where, _TEXT)}]
     messages: list[dict[str, Any]] = []
     texts: list[str] = []
     for i, block in enumerate(objects(content, where, MAX_PARTS)):
+        place = f"{where}[{i}]"
         if block.get("type") == "tool_result":
             if texts:
                 messages.append({"role": "user", "content": "\n".join(texts)})
                 texts = []
-            messages.append(_result(block, f"{where}[{i}]"))
+            messages.append(_result(block, place, leave_out))
+        elif block.get("type") == "image":  # whoever shows one asks about it: an answer would be made up
+            raise unsupported(f"{place}.type", "Content of type 'image'")
         else:
-            texts.append(_block(block, f"{where}[{i}]", "text"))
+            texts.append(_text(block, place, leave_out))
     if texts or not messages:
         messages.append({"role": "user", "content": "\n".join(texts)})
     return messages
 
 
-def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
+def _result(block: dict[str, Any], where: str, leave_out: LeaveOut) -> dict[str, Any]:
     content = block.get("content")
-    text = "" if content is None else text_of(content, f"{where}.content", _TEXT)
+    if isinstance(content, list):
+        place = f"{where}.content"
+        blocks = enumerate(objects(content, place, MAX_PARTS))
+        text = "\n".join(_text(part, f"{place}[{i}]", leave_out) for i, part in blocks)
+    else:
+        text = "" if content is None else text_of(content, f"{where}.content", _TEXT)
     if block.get("is_error"):
         text = f"Error: {text}"  # templates have no other way to say so
     return {"role": "tool", "tool_call_id": string(block, "tool_use_id", where), "content": text}
 
 
-def _assistant(content: Any, where: str) -> dict[str, Any]:
+def _assistant(content: Any, where: str, leave_out: LeaveOut) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant"}
     if not isinstance(content, list):
         return {**message, "content": text_of(content, where, _TEXT)}
@@ -78,17 +102,22 @@ def _assistant(content: Any, where: str) -> dict[str, Any]:
             function = {"name": string(block, "name", place), "arguments": msgspec.json.encode(arguments).decode()}
             calls.append({"id": string(block, "id", place), "type": "function", "function": function})
         elif kind != "redacted_thinking":  # which nobody here can read
-            texts.append(_block(block, place, "text"))
+            texts.append(_text(block, place, leave_out))
     if texts or not calls:
         message["content"] = "\n".join(texts)
-    if thoughts:
+    if any(thoughts):
         message["reasoning"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
     return message
 
 
-def _block(block: dict[str, Any], where: str, kind: str) -> str:
-    if block.get("type") != kind:
+def _text(block: dict[str, Any], where: str, leave_out: LeaveOut) -> str:
+    """Its text, or what stands in its place."""
+    if block.get("type") == "text":
+        return string(block, "text", where)
+    text = stand_in(block)
+    if text is None:
         raise unsupported(f"{where}.type", f"Content of type {shorten(block.get('type'))!r}")
-    return string(block, kind, where)
+    leave_out(f"messages.{block['type']}")
+    return text

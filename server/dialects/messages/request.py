@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any, ClassVar, Literal, Required
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -29,6 +30,10 @@ NAMES: Names = (
 )
 
 
+# Types of tools that Anthropic has made: each has a date.
+_SERVER_TOOL = re.compile(r"[a-z0-9_]+_\d{8}|mcp_toolset")
+
+
 # The shapes, for the OpenAPI document.
 class TextBlock(TypedDict, total=False):
     type: Required[Literal["text"]]
@@ -49,16 +54,36 @@ class ToolUseBlock(TypedDict, total=False):
     input: Required[dict[str, Any]]
 
 
+class OtherBlock(TypedDict, total=False):
+    """Becomes a line of text in its place. Documents may have a text as their source; images are for results only."""
+
+    type: Required[
+        Literal[
+            "image", "document", "search_result", "tool_reference", "container_upload", "server_tool_use",
+            "mcp_tool_use", "mcp_tool_result", "web_search_tool_result", "web_fetch_tool_result",
+            "code_execution_tool_result", "bash_code_execution_tool_result",
+            "text_editor_code_execution_tool_result", "tool_search_tool_result",
+        ]
+    ]  # fmt: skip
+
+
 class ToolResultBlock(TypedDict, total=False):
     type: Required[Literal["tool_result"]]
     tool_use_id: Required[str]
-    content: str | list[TextBlock] | None
+    content: str | list[TextBlock | OtherBlock] | None
     is_error: bool
 
 
 class MessageParam(TypedDict):
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock]
+    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | OtherBlock] | None
+
+
+class ServerTool(TypedDict, total=False):
+    """Left out, and named in x-vserve-ignored-params."""
+
+    type: Required[str]  # web_search_20250305, …
+    name: str
 
 
 class Tool(TypedDict, total=False):
@@ -84,6 +109,7 @@ class Thinking(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
     type: Literal["enabled", "adaptive", "disabled"] = Field(description="adaptive: enabled, without a budget")
     budget_tokens: int | None = Field(None, ge=1, description="tokens of thinking, after which it is ended")
+    display: Literal["summarized", "omitted"] | None = Field(None, description="omitted: leave the thinking out")
 
 
 class OutputConfig(BaseModel):
@@ -125,12 +151,14 @@ class Conversation(SamplingFields):
     def _system(cls, value: Any) -> Any:
         return value
 
-    @field_validator("tools", mode="plain", json_schema_input_type=list[Tool] | None)
+    @field_validator("tools", mode="plain", json_schema_input_type=list[Tool | ServerTool] | None)
     @classmethod
     def _tools(cls, value: Any) -> list[dict[str, Any]] | None:
         for i, tool in enumerate(() if value is None else objects(value, "tools")):
-            if tool.get("type") not in (None, "custom"):
-                raise unsupported(f"tools[{i}].type", f"A tool of type {shorten(tool['type'])!r}")
+            if not _is_function(tool):
+                if not isinstance(kind := tool["type"], str) or not _SERVER_TOOL.fullmatch(kind):
+                    raise unsupported(f"tools[{i}].type", f"A tool of type {shorten(kind)!r}")
+                continue
             if tool.get("input_schema") is None:
                 param = f"tools[{i}].input_schema"
                 raise bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
@@ -146,7 +174,8 @@ class Conversation(SamplingFields):
     def chat(self, **more: Any) -> ChatRequest:
         """Raises ApiError (400) in terms of this request."""
         system = system_text(self.system)
-        messages = chat_messages(self.messages)
+        messages = chat_messages(self.messages, self.leave_out)
+        offered = self._offered()
         if system:
             messages.insert(0, {"role": "system", "content": system})
         final = messages[-1]
@@ -158,8 +187,8 @@ class Conversation(SamplingFields):
                     "model": self.model,
                     "messages": messages,
                     "continue_final_message": continues or None,
-                    "tools": self._offered() or None,
-                    **self._choice(),
+                    "tools": offered or None,
+                    **self._choice(offered),
                     **self._thinking(),
                     **self._output(),
                     **more,
@@ -169,11 +198,14 @@ class Conversation(SamplingFields):
     def _offered(self) -> list[dict[str, Any]]:
         functions = []
         for tool in self.tools or ():
+            if not _is_function(tool):
+                self.leave_out(f"tools.{tool['type']}")
+                continue
             function = {name: tool[name] for name in ("name", "description", "strict") if tool.get(name) is not None}
             functions.append({"type": "function", "function": {**function, "parameters": tool["input_schema"]}})
         return functions
 
-    def _choice(self) -> dict[str, Any]:
+    def _choice(self, offered: list[dict[str, Any]]) -> dict[str, Any]:
         given = self.tool_choice
         if given is None:
             return {}
@@ -187,7 +219,7 @@ class Conversation(SamplingFields):
             raise bad_request(
                 f"'tool_choice.type' must be auto, any, tool or none, but it is {shorten(kind)!r}.", "tool_choice.type"
             )
-        if not self.tools and choice in ("auto", "none"):
+        if not offered and choice in ("auto", "none"):
             choice = None
         single = given.get("disable_parallel_tool_use")
         if single is not None and not isinstance(single, bool):
@@ -203,6 +235,8 @@ class Conversation(SamplingFields):
             "chat_template_kwargs": variables,
             "include_reasoning": any(variables.get(name) for name in SWITCHES),
         }
+        if self.thinking is not None and self.thinking.display == "omitted":
+            fields["include_reasoning"] = False
         if self.thinking is not None and self.thinking.type == "enabled":
             fields["thinking_token_budget"] = self.thinking.budget_tokens
         return fields
@@ -213,6 +247,10 @@ class Conversation(SamplingFields):
         format = self.output_config.format
         schema = None if format is None else {"type": "json_schema", "json_schema": {"schema": format.get("schema")}}
         return {"reasoning_effort": self.output_config.effort, "response_format": schema}
+
+
+def _is_function(tool: dict[str, Any]) -> bool:
+    return tool.get("type") in (None, "custom")
 
 
 class CountRequest(Conversation):

@@ -10,6 +10,8 @@ import msgspec
 from ...wire.requests import ChatRequest
 from .request import ResponsesRequest
 
+_FUNCTION = {"description": None, "parameters": None, "strict": None}
+
 
 def repeated(body: ResponsesRequest) -> dict[str, msgspec.Raw]:
     """What may be large: JSON already, for each of several events has it."""
@@ -21,7 +23,7 @@ def repeated(body: ResponsesRequest) -> dict[str, msgspec.Raw]:
             "verbosity": None if text is None else text.verbosity,
         },
         "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-        "tools": [{"description": None, "parameters": None, "strict": None, **tool} for tool in body.tools or ()],
+        "tools": [_FUNCTION | tool if tool.get("type") == "function" else tool for tool in body.tools or ()],
     }
     return {name: msgspec.Raw(msgspec.json.encode(value)) for name, value in fields.items()}
 
@@ -48,6 +50,7 @@ def beginning(
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
         "prompt_cache_key": body.prompt_cache_key,
+        "prompt_cache_retention": body.prompt_cache_retention,
         "reasoning": {
             "effort": None if reasoning is None else reasoning.effort,
             "summary": None if reasoning is None else reasoning.summary,

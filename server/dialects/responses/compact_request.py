@@ -11,7 +11,8 @@ from ...wire.requests import ChatRequest
 from ..as_chat import SamplingFields, chat_request, speaking_of
 from .compaction import compacted
 from .items import input_messages
-from .request import NAMES, InputItem
+from .request import NAMES
+from .shapes import InputItem
 
 
 class CompactRequest(SamplingFields):
@@ -37,7 +38,7 @@ class CompactRequest(SamplingFields):
 
     def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
         """`before`: the messages of the previous response. Raises ApiError (400) in terms of this request."""
-        messages = [*before, *input_messages(self.input if self.input is not None else [])]
+        messages = [*before, *input_messages(self.input if self.input is not None else [], self.leave_out)]
         if not messages:
             message = "There is nothing to compact: send the conversation as 'input', or a 'previous_response_id'."
             raise bad_request(message, "input", "missing_required_parameter")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -15,6 +15,7 @@ from ...generation.logprobs import LogprobFormat, chat_logprobs
 from ...parsers.parts import CallBegin, Content, Part, Reasoning
 from ...text.tokenizer import Tokenizer
 from .log import EventLog
+from .tools import Called, text_of_call
 
 encode = msgspec.json.Encoder().encode
 
@@ -23,7 +24,9 @@ _KINDS = {
     "message": ("msg", "response.output_text", "text"),
     "reasoning": ("rs", "response.reasoning_text", "text"),
     "function_call": ("fc", "response.function_call_arguments", "arguments"),
+    "custom_tool_call": ("ctc", "response.custom_tool_call_input", "input"),
 }
+_CALLS = ("function_call", "custom_tool_call")
 
 
 class ResponseEvents:
@@ -35,14 +38,16 @@ class ResponseEvents:
         response: dict[str, Any],
         tokenizer: Tokenizer,
         logprobs: LogprobFormat | None,
+        called: Mapping[str, Called],
         finished: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`response`: as it is when it begins; `finished` gets it when it is whole."""
+        """`response`: as it is when it begins; `called`: see Offer; `finished` gets it when it is whole."""
         self.response = response
         self.generation = generation
         self.log: EventLog | None = None  # of one that runs in the background
         self._tokenizer = tokenizer
         self._form = logprobs
+        self._called = called
         self._finished = finished
         self._number = 0  # of the next event
         self._output: list[dict[str, Any]] = response["output"]
@@ -99,8 +104,20 @@ class ResponseEvents:
         if isinstance(part, Reasoning):
             return self._more("reasoning", part.text)
         if isinstance(part, CallBegin):
-            return self._close("completed") + self._open("function_call", call_id=part.id, name=part.name)
+            return self._close("completed") + self._open_call(part)
+        if self._item is not None and self._item["type"] == "custom_tool_call":
+            self._texts.append(part.text)  # JSON around the input, which is read when it is whole
+            return b""
         return self._more("function_call", part.text)
+
+    def _open_call(self, part: CallBegin) -> bytes:
+        called = self._called.get(part.name)
+        if called is None:
+            return self._open("function_call", call_id=part.id, name=part.name)
+        fields = {"call_id": part.id, "name": called.name}
+        if called.namespace is not None:
+            fields["namespace"] = called.namespace
+        return self._open("custom_tool_call" if called.is_custom else "function_call", **fields)
 
     def _more(self, kind: str, text: str) -> bytes:
         events = b""
@@ -124,7 +141,7 @@ class ResponseEvents:
         self._item = item
         events = self._event("response.output_item.added", {"output_index": index, "item": item})
         where: dict[str, Any] = {"item_id": id, "output_index": index}
-        if kind != "function_call":
+        if kind not in _CALLS:
             where["content_index"] = 0
             events += self._event("response.content_part.added", {**where, "part": _part_of(kind, "")})
         more = f"{event}.delta"
@@ -144,6 +161,10 @@ class ResponseEvents:
         if kind == "function_call":
             item["arguments"] = text
             events = self._event(f"{event}.done", {**where, "name": item["name"], field: text})
+        elif kind == "custom_tool_call":
+            item["input"] = text = text_of_call(text)
+            events = self._event(f"{event}.delta", {**where, "delta": text})
+            events += self._event(f"{event}.done", {**where, field: text})
         else:
             where["content_index"] = 0
             logprobs = msgspec.Raw(b"[%b]" % b",".join(self._logprobs + self._pending))
@@ -182,6 +203,7 @@ _EMPTY: dict[str, dict[str, Any]] = {
     "message": {"role": "assistant", "content": []},
     "reasoning": {"summary": [], "content": [], "encrypted_content": None},
     "function_call": {"arguments": ""},
+    "custom_tool_call": {"input": ""},
 }
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal, Required
+from functools import cached_property
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
-from typing_extensions import TypedDict
 
 from ...errors import bad_request, shorten, unsupported
 from ...wire import fields
 from ...wire.requests import ChatRequest
-from ..as_chat import Names, SamplingFields, chat_request, objects, speaking_of, string
+from ..as_chat import Names, SamplingFields, chat_request, objects, speaking_of
 from .items import input_messages
+from .shapes import AllowedTools, InputItem, NamedTool, TextFormat, Tool
+from .tools import Offer
 
 # How a chat's fields are called here.
 NAMES: Names = (
@@ -28,81 +30,12 @@ _LOGPROBS = "message.output_text.logprobs"
 _INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 
 
-# The shapes, for the OpenAPI document.
-class InputText(TypedDict, total=False):
-    type: Required[Literal["input_text", "output_text"]]
-    text: Required[str]
-
-
-class InputMessage(TypedDict, total=False):
-    type: Literal["message"]
-    role: Required[Literal["system", "developer", "user", "assistant"]]
-    content: Required[str | list[InputText]]
-
-
-class FunctionCallItem(TypedDict, total=False):
-    type: Required[Literal["function_call"]]
-    call_id: Required[str]
-    name: Required[str]
-    arguments: Required[str]  # JSON
-
-
-class FunctionCallOutputItem(TypedDict, total=False):
-    type: Required[Literal["function_call_output"]]
-    call_id: Required[str]
-    output: Required[str | list[InputText]]
-
-
-class ThoughtPart(TypedDict):
-    type: Literal["reasoning_text", "summary_text"]
-    text: str
-
-
-class ReasoningItem(TypedDict, total=False):
-    type: Required[Literal["reasoning"]]
-    content: list[ThoughtPart] | None
-    summary: list[ThoughtPart]
-
-
-class CompactionInput(TypedDict, total=False):
-    type: Required[Literal["compaction"]]
-    encrypted_content: Required[str]  # as /v1/responses/compact gave it
-
-
-InputItem = InputMessage | FunctionCallItem | FunctionCallOutputItem | ReasoningItem | CompactionInput
-
-
-class FunctionTool(TypedDict, total=False):
-    type: Required[Literal["function"]]
-    name: Required[str]
-    description: str | None
-    parameters: dict[str, Any] | None  # a JSON schema
-    strict: bool | None
-
-
-class NamedFunction(TypedDict):
-    type: Literal["function"]
-    name: str
-
-
-class AllowedTools(TypedDict):
-    type: Literal["allowed_tools"]
-    mode: Literal["auto", "required"]
-    tools: list[NamedFunction]
-
-
-class TextFormat(TypedDict, total=False):
-    type: Required[Literal["text", "json_object", "json_schema"]]
-    name: str
-    schema: dict[str, Any]
-    strict: bool | None
-    description: str | None
-
-
 class TextOptions(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
     format: TextFormat | None = Field(None, description="JSON, or what a JSON schema allows")
-    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="only medium")
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="other than medium: ignored, and named in the header"
+    )
 
     @field_validator("format", mode="plain", json_schema_input_type=TextFormat | None)
     @classmethod
@@ -177,17 +110,14 @@ class ResponsesRequest(SamplingFields):
     def _stop(cls, value: Any) -> Any:
         return value
 
-    @field_validator("tools", mode="plain", json_schema_input_type=list[FunctionTool] | None)
+    @field_validator("tools", mode="plain", json_schema_input_type=list[Tool] | None)
     @classmethod
     def _tools(cls, value: Any) -> list[dict[str, Any]] | None:
-        for i, tool in enumerate(() if value is None else objects(value, "tools")):
-            if tool.get("type") != "function":
-                raise unsupported(f"tools[{i}].type", f"A tool of type {shorten(tool.get('type'))!r}")
-        return value
+        return None if value is None else objects(value, "tools")  # read by `offer`
 
     @field_validator(
         "tool_choice", mode="plain",
-        json_schema_input_type=Literal["none", "auto", "required"] | NamedFunction | AllowedTools | None,
+        json_schema_input_type=Literal["none", "auto", "required"] | NamedTool | AllowedTools | None,
     )  # fmt: skip
     @classmethod
     def _tool_choice(cls, value: Any) -> Any:
@@ -212,8 +142,6 @@ class ResponsesRequest(SamplingFields):
 
     @model_validator(mode="after")
     def _agree(self) -> ResponsesRequest:
-        if self.text is not None and self.text.verbosity not in (None, "medium"):
-            raise unsupported("text.verbosity", f"'text.verbosity' {self.text.verbosity}")
         if self.background and not self.stores:
             raise bad_request("'background' needs 'store': its answer is read from there.", "store")
         return self
@@ -228,12 +156,16 @@ class ResponsesRequest(SamplingFields):
 
     def messages(self) -> list[dict[str, Any]]:
         """Of the input alone. Raises ApiError (400)."""
-        return input_messages(self.input)
+        return input_messages(self.input, self.leave_out)
 
     def chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
         """`messages`: of the whole conversation. Raises ApiError (400) in terms of this request."""
         system = [{"role": "system", "content": self.instructions}] if self.instructions is not None else []
-        offered, choice = self._offer()
+        for kind in self.offer.left_out:
+            self.leave_out(f"tools.{kind}")
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            self.leave_out("text.verbosity")
+        offered = [{"type": "function", "function": function} for function in self.offer.functions]
         reasoning = self.reasoning or ReasoningOptions.model_construct()
         with speaking_of(NAMES):
             return chat_request(
@@ -249,7 +181,7 @@ class ResponsesRequest(SamplingFields):
                     "logprobs": self.wants_logprobs or None,
                     "top_logprobs": (self.top_logprobs or 0) if self.wants_logprobs else None,
                     "tools": offered or None,
-                    "tool_choice": choice,
+                    "tool_choice": self.offer.choice(self.tool_choice),
                     "parallel_tool_calls": self.parallel_tool_calls,
                     "response_format": self._response_format(),
                     "reasoning_effort": reasoning.effort,
@@ -257,32 +189,10 @@ class ResponsesRequest(SamplingFields):
                 }
             )
 
-    def _offer(self) -> tuple[list[dict[str, Any]], Any]:
-        """Tools and tool choice as a chat has them. Tools that the choice does not allow are not offered."""
-        choice, tools = self.tool_choice, self.tools or []
-        if isinstance(choice, dict):
-            kind = choice.get("type")
-            if kind == "function":
-                choice = {"type": "function", "function": {"name": string(choice, "name", "tool_choice")}}
-            elif kind == "allowed_tools":
-                allowed = {
-                    string(tool, "name", f"tool_choice.tools[{i}]")
-                    for i, tool in enumerate(objects(choice.get("tools"), "tool_choice.tools"))
-                }
-                if unknown := sorted(allowed - {str(tool.get("name")) for tool in tools}):
-                    raise bad_request(
-                        f"'tool_choice.tools' names {shorten(unknown[0])!r}, which 'tools' does not have.",
-                        "tool_choice.tools",
-                    )
-                tools = [tool for tool in tools if tool.get("name") in allowed]
-                choice = choice.get("mode", "auto")
-            else:
-                raise unsupported("tool_choice.type", f"'tool_choice' of type {shorten(kind)!r}")
-        if not tools and choice in ("auto", "none"):
-            choice = None
-        names = ("name", "description", "parameters", "strict")
-        functions = [{name: tool[name] for name in names if tool.get(name) is not None} for tool in tools]
-        return [{"type": "function", "function": function} for function in functions], choice
+    @cached_property
+    def offer(self) -> Offer:
+        """Raises ApiError (400)."""
+        return Offer.of(self.tools)
 
     def _response_format(self) -> Any:
         format = None if self.text is None else self.text.format

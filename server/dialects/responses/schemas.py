@@ -46,10 +46,21 @@ class OutputFunctionCall(Schema):
     status: Status
     call_id: str = Field(description="for the item of type function_call_output that answers it")
     name: str
+    namespace: str | None = Field(None, description="where the function is one of a namespace")
     arguments: str = Field(description="JSON")
 
 
-OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall
+class OutputCustomToolCall(Schema):
+    type: Literal["custom_tool_call"]
+    id: str
+    status: Status
+    call_id: str = Field(description="for the item of type custom_tool_call_output that answers it")
+    name: str
+    namespace: str | None = Field(None, description="where the tool is one of a namespace")
+    input: str
+
+
+OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomToolCall
 
 
 class InputTokensDetails(Schema):
@@ -105,6 +116,7 @@ class ResponseObject(Schema):
     parallel_tool_calls: bool
     previous_response_id: str | None
     prompt_cache_key: str | None
+    prompt_cache_retention: str | None
     reasoning: ReasoningSettings
     safety_identifier: str | None
     service_tier: None
@@ -244,6 +256,18 @@ class ArgumentsDone(InItem):
     arguments: str
 
 
+class CustomInputDelta(InItem):
+    """All of the input: it is read when the call is whole."""
+
+    type: Literal["response.custom_tool_call_input.delta"]
+    delta: str
+
+
+class CustomInputDone(InItem):
+    type: Literal["response.custom_tool_call_input.done"]
+    input: str
+
+
 class ErrorEvent(Numbered):
     type: Literal["error"]
     code: str
@@ -262,6 +286,8 @@ class ResponseEvent(
         | ReasoningDone
         | ArgumentsDelta
         | ArgumentsDone
+        | CustomInputDelta
+        | CustomInputDone
         | ErrorEvent
     ]
 ):
