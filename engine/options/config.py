@@ -16,7 +16,7 @@ from .purpose import Purpose, read_purpose
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the user asked for; `resolve` fills in None and "auto" once model and device are known: see resolved.py."""
+    """What the user asked for; `resolve` fills in None and "auto" once model and device are known, see settings.py."""
 
     model: str = option("", "folder of a Hugging Face model, or its name on the hub", group="model")
     revision: str | None = option(None, "branch, tag or commit of a model taken from the hub", group="model")
@@ -359,11 +359,11 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     prefix_cache_seed: str = field(default="", repr=False)  # of the keys; "": a random secret
     enable_chunked_prefill: bool = True
-    policy: str = "fcfs"
+    scheduling_policy: str = "fcfs"
     max_loras: int = 0  # adapters that the running requests may have; 0: none is served
     max_cpu_loras: int = 0
     depth: int = 1  # steps in flight
-    num_stages: int = 1  # of the pipeline that computes them
+    pipeline_parallel_size: int = 1
     context_cost: float = 0.0  # of a key that a prompt's token sees, in products of a token; for stages
     max_drafts: int = 0  # tokens that are drafted for a request in a step, at most
     draft_depths: tuple[tuple[int, int], ...] = ()  # (up to so many running requests, drafts of each)

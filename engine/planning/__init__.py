@@ -9,12 +9,11 @@ fit: costs of a step that follow those of a server which runs
 host_memory: the machine's memory, or what a container may use of it
 load: what an engine, or several alike, would make of a load
 memory: memory is planned before it is taken
-resolved: what the engine runs with
+settings: what the engine runs with
 setup: one engine on cards that are not here
 shape: what one rank has of a model, in numbers of a token or of a step
 shortage: memory that was not enough at the start, in one line
 simulation: the real scheduler under a virtual clock
 step_model: how long a card is likely to take for a step
 weight_size: what weights will take in memory, known from headers
-whole_texts: the settings of an engine that reads whole texts
 """

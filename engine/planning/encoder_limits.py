@@ -14,10 +14,10 @@ from .memory import MemoryPlan, weight_bytes
 
 if TYPE_CHECKING:
     from ..step.encoder_runner import EncoderRunner
-    from .resolved import Resolved
+    from .settings import Settings
 
 
-def plan_encoder(runner: EncoderRunner, config: EngineConfig, settings: Resolved) -> MemoryPlan:
+def plan_encoder(runner: EncoderRunner, config: EngineConfig, settings: Settings) -> MemoryPlan:
     """Runs the largest step, whose memory is kept: engines that start later see what is left. Raises ConfigError."""
     weights, length = weight_bytes(runner.model), settings.max_model_len
     num_texts, num_tokens = settings.max_num_seqs, settings.max_num_batched_tokens

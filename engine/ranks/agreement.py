@@ -13,7 +13,7 @@ from ..errors import ConfigError
 from ..parallel.group import Group, gather
 
 if TYPE_CHECKING:
-    from ..planning.resolved import Resolved
+    from ..planning.settings import Settings
 
 # What decides how many steps, collectives and graphs there are, and how large.
 DECISIVE = (
@@ -33,11 +33,12 @@ def union(group: Group, device: torch.device, numbers: Collection[int]) -> list[
     return sorted({number for found in padded for number in found if number >= 0})
 
 
-def check_equal(group: Group, settings: Resolved) -> None:
+def check_equal(group: Group, settings: Settings) -> None:
     """Raises ConfigError where another rank has resolved the options otherwise: it would wait for steps that never
     come. Cards of different sizes do."""
-    told = "\n".join([*(f"{name} {getattr(settings, name)}" for name in DECISIVE), version("torch"), version("triton")])
-    mine = int.from_bytes(hashlib.sha256(told.encode()).digest()[:7], "big")
+    values = {**vars(settings.config), **vars(settings)}
+    lines = [*(f"{name} {values[name]}" for name in DECISIVE), version("torch"), version("triton")]
+    mine = int.from_bytes(hashlib.sha256("\n".join(lines).encode()).digest()[:7], "big")
     found = [numbers[0] for numbers in gather(group, settings.device, [mine])]
     if others := [rank for rank, number in enumerate(found) if number != found[0]]:
         raise ConfigError(

@@ -32,10 +32,10 @@ class Scheduler:
         drafted = (min(most, config.max_num_seqs) * (1 + drafts) for most, drafts in config.draft_depths)
         assert max(drafted, default=0) <= config.max_num_batched_tokens, "and with drafts, too"
         assert 1 + config.depth * config.max_drafts <= config.max_num_batched_tokens, "what windows keep of a request"
-        assert config.policy in ("fcfs", "priority") and config.depth >= 1
+        assert config.scheduling_policy in ("fcfs", "priority") and config.depth >= 1
         self.config = config
         self.kv = KVCacheManager(config)
-        self.roster = Roster(config.max_num_seqs, by_priority=config.policy == "priority")
+        self.roster = Roster(config.max_num_seqs, by_priority=config.scheduling_policy == "priority")
         self.in_flight: deque[Step] = deque()
         self.prompt_results = PromptResults()
         self.adapters = AdapterBook(config.max_loras, config.max_cpu_loras) if config.max_loras else None

@@ -140,7 +140,7 @@ class EngineLoop:
         """
         if len(self._plans) != 1 or self.config.depth == 1 or self._unsampled or self.scheduler.roster.waiting:
             return False
-        if self.config.num_stages > 1:
+        if self.config.pipeline_parallel_size > 1:
             return False  # the first stage idles already
         if self._is_behind or self._inbox:
             return False  # there is something to take in meanwhile

@@ -180,7 +180,7 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     from ..describe.model_config import few_layers
     from ..describe.reading import read_model_config
     from ..parallel.group import SingleGroup
-    from ..planning.resolved import resolve
+    from ..planning.settings import resolve
     from ..speculation.loading import find_draft, load_drafter
     from ..step.runner import ModelRunner
     from . import rank, warm_steps
@@ -205,7 +205,8 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     if index >= count:
         return
     context = min(settings.max_model_len, max(LONGEST_CONTEXT, settings.max_num_batched_tokens))
-    settings = dataclasses.replace(settings, max_model_len=context, load_format="dummy")
+    made_up = dataclasses.replace(config, load_format="dummy")
+    settings = dataclasses.replace(settings, config=made_up, max_model_len=context)
     model = rank.load(folder, few_layers(whole), settings, SingleGroup(0, config.tensor_parallel_size))
     drafter = None if draft is None else load_drafter(draft, model, context, few=whole)
     runner = rank.make_runner(model, settings, format, drafter)
@@ -220,7 +221,7 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     for step in [*steps[:1], *later[:num_early]]:
         runner.dummy_step(*step)
     # No more slots than tell whether products add adapters' shares (linear_hopper.py): each helper has them all.
-    slots = min(settings.max_loras, MOST_LOW_COLUMNS // padded_rank(settings.max_lora_rank) + 1)
+    slots = min(settings.max_loras, MOST_LOW_COLUMNS // padded_rank(config.max_lora_rank) + 1)
     runner.adapters = make_tables(model, dataclasses.replace(settings, max_loras=slots), config.download_dir)
     if runner.adapters is not None:
         more = warm_steps.adapter_prompts(runner)

@@ -121,7 +121,7 @@ async def run_rank_zero(
         executor = engine.executor(peers)
         leaving.callback(executor.close)
         steps = EngineLoop(
-            engine.scheduler_config, executor, send, vocab_size=engine.vocab_size, seed=config.seed,
+            engine.settings, executor, send, vocab_size=engine.settings.vocab_size, seed=config.seed,
             shares_thread=config.engine_in_process, adapters=engine.adapter_store,
             other_adapters=peers.stores if len(peers) else None,
         )  # fmt: skip

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ from ..planning.draft_size import draft_bytes
 from ..planning.encoder_limits import plan_encoder
 from ..planning.host_memory import available_bytes, machine_bytes
 from ..planning.memory import WORST_SAMPLING, plan_memory, weight_bytes
-from ..planning.resolved import Fitted, Machine, Resolved, resolve, step_limits
+from ..planning.settings import Fitted, Machine, Settings, resolve, step_limits
 from ..planning.shortage import is_out_of_memory, out_of_memory
 from ..planning.weight_size import check_weights
 from ..quant.packed import has_kernels
@@ -72,7 +71,7 @@ class Rank:
         self.seconds: dict[str, float] = {}  # of each phase
         self._report = report
         self._config = config
-        self._asked: Resolved | None = None
+        self._asked: Settings | None = None
         self._weights = self._drafts = 0  # bytes; of who drafts, known beforehand
         with self._phase("device"):
             machine = open_machine(config, seat.card)
@@ -96,7 +95,7 @@ class Rank:
                     asked.speculation, path, model_config, config.download_dir, config.tensor_parallel_size,
                     config.enable_expert_parallel,
                 )  # fmt: skip
-                asked = dataclasses.replace(asked, speculative_config=told_method(asked, draft.settings.method))
+                asked = asked.drafted_by(draft.settings.method)
                 self._drafts = draft_bytes(
                     draft, model_config, asked.dtype, config.tensor_parallel_size, config.enable_expert_parallel,
                     machine.device.type == "cuda",
@@ -273,7 +272,7 @@ def _choose_device(config: EngineConfig, card: int) -> torch.device:
 def load(
     path: Path,
     model_config: ModelConfig,
-    settings: Resolved,
+    settings: Settings,
     group: Group,
     progress: Callable[[int, int], None] | None = None,
     admit: Callable[[int, int], None] | None = None,
@@ -282,15 +281,15 @@ def load(
 ) -> Model:
     """`merge`: folder of an adapter that becomes part of it."""
     return load_model(
-        path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
-        max_model_len=settings.max_model_len, seed=settings.seed, progress=progress, admit=admit, group=group,
-        whole_experts=settings.enable_expert_parallel, stage=stage,
+        path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.config.load_format,
+        max_model_len=settings.max_model_len, seed=settings.config.seed, progress=progress, admit=admit, group=group,
+        whole_experts=settings.config.enable_expert_parallel, stage=stage,
         adapter=None if merge is None else Adapter.open(find_adapter(merge)), exact=settings.exact,
     )  # fmt: skip
 
 
 def make_runner(
-    model: Model, settings: Resolved, kv_format: KVFormat, drafter: ModelDrafter | None = None
+    model: Model, settings: Settings, kv_format: KVFormat, drafter: ModelDrafter | None = None
 ) -> ModelRunner | EncoderRunner:
     """Raises ConfigError where a machine's memory is too small for the rows. A card's is planned when they are made."""
     if not model.config.causal:
@@ -316,23 +315,23 @@ def make_runner(
 
 
 def take_memory(
-    runner: ModelRunner | EncoderRunner, config: EngineConfig, settings: Resolved, world: Group
+    runner: ModelRunner | EncoderRunner, config: EngineConfig, settings: Settings, world: Group
 ) -> tuple[Fitted, StepGraphs | None]:
     """Plans the memory, makes the rows as wide as the context that fits, and takes the cache."""
     if isinstance(runner, EncoderRunner):
         plan = plan_encoder(runner, config, settings)
         logger.info("memory:\n%s", plan.table())
-        return settings.fitted(plan), None
+        return settings.fit(plan), None
     graphs = None
     if settings.uses_graphs:
         graphs = runner.plan_graphs(
-            settings.max_cudagraph_capture_size, settings.mixed_step, settings.large_mixed_tokens
+            settings.config.max_cudagraph_capture_size, settings.mixed_step, settings.large_mixed_tokens
         )
     shapes = graphs.shapes() if graphs else ()
     if graphs and runner.adapters is not None and runner.adapter_graphs is not None:
         shapes = [*shapes, *runner.adapter_graphs.shapes()]
     plan = plan_memory(runner, config, settings.dtype, settings.max_num_batched_tokens, shapes, world)
-    fitted = settings.fitted(plan)
+    fitted = settings.fit(plan)
     _warn(fitted.notices)
     if fitted.max_model_len != settings.max_model_len:
         runner.make_rows(fitted.max_model_len)
@@ -341,7 +340,7 @@ def take_memory(
     return fitted, graphs
 
 
-def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved, world: Group) -> float:
+def warm_up(runner: ModelRunner | EncoderRunner, settings: Settings, world: Group) -> float:
     """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled. All
     ranks take the same steps, whatever each of them holds: stages wait for one another in each.
     → seconds that the largest step takes on a card; 0 where it has no such step."""
@@ -366,15 +365,10 @@ def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved, world: Grou
     return min(seconds)
 
 
-def capture(runner: ModelRunner, graphs: StepGraphs, settings: Resolved) -> None:
+def capture(runner: ModelRunner, graphs: StepGraphs, settings: Settings) -> None:
     runner.capture_graphs(graphs)
     # What steps allocate beside their graphs is kept from here on: allocating later would stop the GPU.
     runner.dummy_step(settings.max_num_seqs, settings.max_num_batched_tokens, WORST_SAMPLING)
-
-
-def told_method(settings: Resolved, method: str) -> str:
-    """speculative_config with what the checkpoint turned out to be: /server_info shows it."""
-    return json.dumps(json.loads(settings.speculative_config) | {"method": method})
 
 
 def _warn(notices: tuple[str, ...]) -> None:

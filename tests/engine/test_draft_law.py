@@ -74,7 +74,7 @@ def test_pairs_of_drafted_tokens_follow_the_models_law(
     table = {"num_speculative_tokens_per_batch_size": [[1, 64, 2]]}
     asked: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2, **table}
     if spoilt:
-        monkeypatch.setattr("vserve.engine.planning.resolved.choose_speculation", _spoil(asked))
+        monkeypatch.setattr("vserve.engine.planning.settings.choose_speculation", _spoil(asked))
     ways = [
         SamplingParams(max_tokens=3, seed=i, ignore_eos=True, allowed_token_ids=ALLOWED) for i in range(NUM_ANSWERS)
     ]

@@ -166,7 +166,7 @@ class Engine:
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=4096, max_num_batched_tokens=8192, max_num_seqs=num_seqs, block_size=16,
-                num_blocks=num_blocks, depth=1, policy=policy,
+                num_blocks=num_blocks, depth=1, scheduling_policy=policy,
             )
         )  # fmt: skip
         self.num_requests = 0
@@ -240,7 +240,7 @@ def test_tenants_are_served_the_same_number_of_tokens() -> None:
 
 
 def test_priorities_come_before_shares() -> None:
-    engine = Engine(num_seqs=1, policy="priority")
+    engine = Engine(num_seqs=1, scheduling_policy="priority")
     urgent = [engine.add(tenant=1, priority=-1) for _ in range(3)]
     other = engine.add(tenant=2)
     for _ in range(30):

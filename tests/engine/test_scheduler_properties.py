@@ -446,7 +446,7 @@ def random_config(rng: random.Random, windowed: bool) -> SchedulerConfig:
         windows=windows,
         enable_prefix_caching=rng.random() < 0.75,
         enable_chunked_prefill=chunked,
-        policy=rng.choice(["fcfs", "priority"]),
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
         depth=rng.randint(1, 3),
         **(random_sharing(rng) if chunked else {}),
     )
@@ -472,7 +472,7 @@ def with_drafts(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
 
 def with_stages(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     stages = rng.randint(2, 4)
-    return replace(config, num_stages=stages, depth=stages + 1, context_cost=rng.choice([0.0, 0.01, 0.3]))
+    return replace(config, pipeline_parallel_size=stages, depth=stages + 1, context_cost=rng.choice([0.0, 0.01, 0.3]))
 
 
 class RandomDepth(Depth):
@@ -650,7 +650,7 @@ class Simulation:
         self.quiet += 1
         assert self.quiet <= self.config.max_model_len + 2 * self.config.depth + 2, "steps go by, but nobody gets on"
         planned = set(plan.rows)
-        if self.config.num_stages > 1:
+        if self.config.pipeline_parallel_size > 1:
             self.check_turns(plan, ready)
         else:
             for request in ready:
@@ -708,7 +708,7 @@ class Simulation:
     def check_turns(self, plan: StepPlan, ready: list[Request]) -> None:
         """Every stage gets some of those who decode, everybody has a turn, and nobody holds up the others."""
         ready = [request for request in ready if request.sampling.pooling is None]  # as a prompt
-        stages, planned, new = self.config.num_stages, set(plan.rows), {new.row for new in plan.new_rows}
+        stages, planned, new = self.config.pipeline_parallel_size, set(plan.rows), {new.row for new in plan.new_rows}
         able = [request for request in ready if request.status is Status.RUNNING and request.row not in new]
         chosen = [request for request in able if request.row in planned]
         assert len(chosen) <= -(-len(ready) // stages), "no decodes are left to the other stages"

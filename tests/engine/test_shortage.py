@@ -17,7 +17,7 @@ from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.planning import host_memory, shortage, weight_size
-from vserve.engine.planning.resolved import Machine
+from vserve.engine.planning.settings import Machine
 from vserve.engine.planning.shortage import is_out_of_memory, killed
 from vserve.engine.planning.weight_size import check_weights
 from vserve.engine.quant.online import OnlineScheme
@@ -277,7 +277,7 @@ def test_on_a_card_the_share_and_the_graphs_are_named(tiny_model: Any, monkeypat
     monkeypatch.setattr(rank, "ModelRunner", lambda model, **options: SimpleNamespace(device=torch.device("cuda")))
     monkeypatch.setattr(rank, "take_memory", lambda *_: (_ for _ in ()).throw(ERRORS[0]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 2, 80 * GIB))
-    monkeypatch.setattr("vserve.engine.planning.resolved.even_rows", lambda device, rows: rows)
+    monkeypatch.setattr("vserve.engine.planning.settings.even_rows", lambda device, rows: rows)
     with pytest.raises(ConfigError, match=r"H100 has 0\.50 GiB free of 80\.00 GiB, the wei") as raised:
         Engine(EngineConfig(str(tiny_model("llama")), dtype="bfloat16"), lambda _: None)
     assert str(raised.value).endswith(

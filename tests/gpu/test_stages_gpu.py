@@ -72,8 +72,8 @@ def answers(stages: list[ModelRunner], windows: tuple[int, ...]) -> list[list[in
     """As the engine loop runs them, with as many plans in flight."""
     count = len(stages)
     config = SchedulerConfig(
-        LENGTH, 256, SEQS, num_blocks=BLOCKS, windows=windows, depth=count + 1, num_stages=count, max_mixed_tokens=128,
-        context_cost=1e-3 if count > 1 else 0.0, enable_prefix_caching=False,
+        LENGTH, 256, SEQS, num_blocks=BLOCKS, windows=windows, depth=count + 1, pipeline_parallel_size=count,
+        max_mixed_tokens=128, context_cost=1e-3 if count > 1 else 0.0, enable_prefix_caching=False,
     )  # fmt: skip
     scheduler = Scheduler(config)
     found: list[list[int]] = []
