@@ -20,9 +20,8 @@ from ..options.config import EngineConfig, SchedulerConfig
 from ..options.speculation import Speculation
 from ..parallel.pipeline import WHOLE, Stage
 from .card import Card
-from .cpu_memory import LOGIT_COPIES
 from .host_memory import GIB, gib
-from .memory import MemoryPlan
+from .memory import LOGIT_COPIES, MemoryPlan
 from .settings import Machine, Settings, choose_dtype, resolve
 from .shape import Weights, kept_weights, shape_of
 from .step_model import Costs, StepModel

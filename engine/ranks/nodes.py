@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping
 
 from ..errors import ConfigError
 from ..options.config import EngineConfig
-from .channel import Channel
-from .cluster_messages import BEAT, SILENCE, Beat, DumpStacks, Ended, FromNode, Goodbye, Kill, Launch, Stopped
 from .handshake import Guest, Hello, difference, is_loopback, meet
+from .messages import BEAT, SILENCE, Beat, Channel, DumpStacks, Ended, FromNode, Goodbye, Kill, Launch, Stopped
 
 logger = logging.getLogger(__name__)
 

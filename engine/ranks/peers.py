@@ -23,8 +23,7 @@ from ..link.connection import Connection
 from ..link.messages import Failure
 from ..options.config import EngineConfig
 from .adapters import OtherStores
-from .effort import Effort, Starting
-from .hang import IDLE, INTERVAL, START_LIMIT, HangWatch, pulse
+from .hang import IDLE, INTERVAL, START_LIMIT, Effort, HangWatch, Starting, pulse
 from .messages import AdapterRead, FromRank, Join, Leave, Pulse, Seat, ToRank
 from .place import Place, may_follow, threads_of_rank
 from .placing import SeveralHosts, placing

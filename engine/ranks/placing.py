@@ -11,12 +11,10 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from ..link.private_folder import PrivateFolder
+from ..link.connection import PrivateFolder
 from ..options.config import EngineConfig
-from .cluster_messages import Said, Word
-from .handshake import check_secret, facts, is_loopback
-from .messages import Seat
-from .network import rendezvous, use_interface
+from .handshake import check_secret, facts, is_loopback, rendezvous, use_interface
+from .messages import Said, Seat, Word
 from .nodes import Nodes, RemoteRank
 from .place import Child, Placement
 

@@ -20,9 +20,8 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..options.config import EngineConfig
-from .handshake import versions
+from .handshake import VARIABLES, rendezvous, use_interface, versions
 from .messages import Seat
-from .network import VARIABLES, rendezvous, use_interface
 from .node import Node
 from .nodes import Nodes, RemoteRank
 from .place import Placement

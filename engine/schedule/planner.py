@@ -12,14 +12,11 @@ from itertools import islice
 
 from ..adapters.book import AdapterBook
 from ..options.config import SchedulerConfig
-from .draft_depth import Depth
-from .fair_queue import Entry
 from .kv_cache import KVCacheManager
 from .prompt_results import PromptResults
 from .request import Request, Status
-from .roster import Roster
-from .sharing import Sharing
-from .stage_turns import equal_chunk, whose_turn
+from .roster import Entry, Roster
+from .sharing import Depth, Sharing, equal_chunk, whose_turn
 from .step import Step
 
 RUNNING = Status.RUNNING

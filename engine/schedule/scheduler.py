@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from ..adapters.book import AdapterBook
+from ..errors import require
 from ..link.messages import EngineStats, RequestOutput
 from ..link.plan import NOT_FINITE, NOTHING_ALLOWED, StepPlan, StepResult, TokenLogprobs
 from ..options.config import SchedulerConfig
-from .invariants import check_scheduler
 from .kv_cache import KVCacheManager
 from .planner import Planner
 from .prompt_results import PromptResults
@@ -323,5 +323,32 @@ class Scheduler:
         )  # fmt: skip
 
     def check_invariants(self, thorough: bool = False) -> None:
-        """Raises InvariantError where the books do not balance, busy or idle. O(requests); `thorough`: O(blocks)."""
-        check_scheduler(self, thorough)
+        """Raises InvariantError where the books do not balance, busy or idle. O(requests); `thorough`: O(blocks).
+
+        `assert` would say nothing under `python -O`.
+        """
+        running = self.roster.running
+        self.kv.check_invariants(running, thorough)
+        self.roster.check()
+        if self.adapters is not None:
+            self.adapters.check(Counter(request.adapter for request in running.values() if request.adapter))
+        steps = Counter(request for step in self.in_flight for request in step.scheduled)
+        samples: Counter[Request] = Counter()
+        drafts: Counter[Request] = Counter()
+        for step in self.in_flight:
+            samples.update(filter(None, step.sampled))
+            drafts.update(dict.fromkeys(filter(None, step.sampled[: step.num_drafting]), step.num_drafts))
+        for request in running.values():
+            computed = request.num_computed_tokens
+            pooled = request.sampling.pooling is not None and request.num_in_flight_steps > 0
+            require(computed < request.target + pooled, f"{request}: nothing left")
+            require(not request.num_in_flight_tokens or computed == request.target - 1, f"{request}: not one behind")
+        live = self.roster.find(self.roster.entries)
+        require(self.roster.num_constrained == sum(r.grammar is not None for r in live), "grammars miscounted")
+        self.prompt_results.check(live)
+        for request in live:
+            counted = (request.num_in_flight_steps, request.num_in_flight_tokens, request.num_in_flight_drafts)
+            in_flight = (steps[request], samples[request] + drafts[request], drafts[request])
+            require(counted == in_flight, f"{request}: what is in flight is miscounted")
+            pooled = request.sampling.pooling is not None
+            require(request.num_tokens <= self.stop + pooled, f"{request}: should have ended")

@@ -10,9 +10,8 @@ from ..describe.gain import more_cards
 from ..describe.model_config import ModelConfig
 from ..link.messages import Progress
 from ..options.config import EngineConfig
-from ..ranks.effort import stepping
 from ..ranks.executor import RanksExecutor
-from ..ranks.hang import StepLimit
+from ..ranks.hang import StepLimit, stepping
 from ..ranks.messages import Seat
 from ..ranks.peers import Peers
 from ..step.executor import Executor, ThreadExecutor

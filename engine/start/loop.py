@@ -40,8 +40,7 @@ from ..schedule.pacing import Kind, Pacer
 from ..schedule.scheduler import Scheduler
 from ..schedule.watch import StepWatch
 from ..step.executor import Executor
-from ..step.mask import bound, guides, make_mask
-from ..step.mask_threads import MaskThreads, Patience
+from ..step.mask import MaskThreads, Patience, bound, guides, make_mask
 from .arrivals import Arrivals
 
 logger = logging.getLogger(__name__)

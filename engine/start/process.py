@@ -17,18 +17,17 @@ from ..errors import ConfigError
 from ..files.prefetch import Prefetch
 from ..grammar import grammar_libraries
 from ..link import logs
-from ..link.child import die_with_parent, dump_stacks_on_signal
 from ..link.clients import FIRST, Clients
 from ..link.connection import Connection
+from ..link.logs import die_with_parent, dump_stacks_on_signal
 from ..link.messages import AddRequest, EngineStart, Failure, FromEngine, Heartbeat, Progress, ToEngine
 from ..options.config import EngineConfig
 from ..options.kv_events_settings import settings
-from ..ranks.cluster_messages import Asked, Word
+from ..ranks.messages import Asked, Word
 from ..ranks.peers import Peers, RankLost, share_of_threads
 from ..schedule.kv_events import Publisher
 from . import faults
-from .kernel_cache import use_kernel_cache
-from .precompile import Precompile
+from .precompile import Precompile, use_kernel_cache
 
 logger = logging.getLogger(__name__)
 

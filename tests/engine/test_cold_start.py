@@ -28,7 +28,7 @@ from vserve.engine.speculation.loading import Draft
 from vserve.engine.start import precompile, rank, warm_steps
 from vserve.engine.start.precompile import Precompile
 from vserve.engine.start.process import run_engine
-from vserve.engine.step.dummy_plan import dummy_plan
+from vserve.engine.step.compilations import dummy_plan
 from vserve.engine.step.runner import ModelRunner
 from vserve.engine.weights import loader
 from vserve.kernels.attention.attention_prefill import prefill_tile

@@ -12,8 +12,8 @@ from vserve.engine.link.messages import RequestOutput
 from vserve.engine.link.plan import StepResult
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import SchedulerConfig
-from vserve.engine.schedule.fair_queue import LIKELY_ANSWER, Entry, FairQueue
 from vserve.engine.schedule.request import Request
+from vserve.engine.schedule.roster import LIKELY_ANSWER, Entry, FairQueue
 from vserve.engine.schedule.scheduler import Scheduler
 
 
@@ -240,7 +240,7 @@ def test_tenants_are_served_the_same_number_of_tokens() -> None:
 
 
 def test_priorities_come_before_shares() -> None:
-    engine = Engine(num_seqs=1, scheduling_policy="priority")
+    engine = Engine(num_seqs=1, policy="priority")
     urgent = [engine.add(tenant=1, priority=-1) for _ in range(3)]
     other = engine.add(tenant=2)
     for _ in range(30):

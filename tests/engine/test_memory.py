@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import vserve.engine.planning.cpu_memory as cpu_memory
+import vserve.engine.planning.memory as cpu_memory
 import vserve.engine.planning.memory as memory_module
 import vserve.engine.step.runner as runner_module
 from vserve.engine.cache.kv_layout import KVLayout

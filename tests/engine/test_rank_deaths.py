@@ -20,9 +20,7 @@ from vserve.engine.link.messages import Failure
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.ranks import peers as peers_module
-from vserve.engine.ranks.channel import Channel
-from vserve.engine.ranks.cluster_messages import Ended, ToNode
-from vserve.engine.ranks.messages import Seat
+from vserve.engine.ranks.messages import Channel, Ended, Seat, ToNode
 from vserve.engine.ranks.nodes import Node, RemoteRank
 from vserve.engine.ranks.peers import Peers
 from vserve.engine.ranks.place import Child, Place, end_of, may_follow

@@ -17,9 +17,9 @@ from vserve.engine.link.plan import BlockWrite, StepPlan, StepResult, TokenLogpr
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import SchedulerConfig
 from vserve.engine.planning.settings import large_mixed_tokens
-from vserve.engine.schedule.fair_queue import FairQueue
 from vserve.engine.schedule.planner import FEW_DECODES
 from vserve.engine.schedule.request import FinishReason, Request, Status
+from vserve.engine.schedule.roster import FairQueue
 from vserve.engine.schedule.scheduler import Scheduler
 
 

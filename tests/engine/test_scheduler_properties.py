@@ -22,13 +22,12 @@ import vserve.engine.cache.kv_capacity as kv_capacity_module
 import vserve.engine.grammar.guide as guide_module
 import vserve.engine.schedule.block_pool as block_pool_module
 import vserve.engine.schedule.kv_cache as kv_cache_module
-import vserve.engine.schedule.kv_group as kv_group_module
 import vserve.engine.schedule.planner as planner_module
 import vserve.engine.schedule.prompt_results as prompt_results_module
 import vserve.engine.schedule.request as request_module
 import vserve.engine.schedule.roster as roster_module
 import vserve.engine.schedule.scheduler as scheduler_module
-import vserve.engine.schedule.stage_turns as stage_turns_module
+import vserve.engine.schedule.sharing as sharing_module
 import vserve.engine.schedule.step as step_module
 import vserve.engine.step.mask as mask_module
 from vserve.engine.grammar.guide import Guide
@@ -36,9 +35,9 @@ from vserve.engine.link.messages import RequestOutput, unpack_tokens
 from vserve.engine.link.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.link.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
 from vserve.engine.options.config import SchedulerConfig
-from vserve.engine.schedule.draft_depth import Depth
 from vserve.engine.schedule.request import Request, Status
 from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.schedule.sharing import Depth
 from vserve.engine.step.mask import TokenMask, bound, make_mask
 
 VOCAB = 11
@@ -51,13 +50,13 @@ ROOMS = {
     "planner": planner_module,
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
-    "kv_group": kv_group_module,
+    "kv_group": kv_cache_module,
     "kv_capacity": kv_capacity_module,
     "block_pool": block_pool_module,
     "prompt_results": prompt_results_module,
     "request": request_module,
     "roster": roster_module,
-    "stage_turns": stage_turns_module,
+    "stage_turns": sharing_module,
     "step": step_module,
 }
 
@@ -976,8 +975,8 @@ def caught(num_seeds: int, **options) -> str:
     return ""
 
 
-KEYED = "(key := self.keys[block]) is not None"
-FORGET = f"        if {KEYED}:\n            self.revoke"
+KEYED = "self.keys[block] is not None"
+FORGET = f"            if {KEYED}:\n                self.revoke"
 AGREED = "num_agreed + 1 if len(hits[place]) == len(keys) else 1"
 LEFT = "(num_computed_tokens - self.window + "
 REGISTRABLE = "min(num_tokens // self.block_size, len(hashes))"
@@ -1089,7 +1088,7 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
     elif room == "kv_group":
         monkeypatch.setattr(kv_cache_module, "KVGroup", broken.KVGroup)
     elif room == "kv_capacity":
-        monkeypatch.setattr(kv_group_module, "blocks_held", broken.blocks_held)
+        monkeypatch.setattr(kv_cache_module, "blocks_held", broken.blocks_held)
         monkeypatch.setattr(kv_cache_module, "longest_request", broken.longest_request)
     elif room == "kv_cache":
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)

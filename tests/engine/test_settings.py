@@ -16,8 +16,8 @@ from vserve.engine.families.layer_spec import KVSpec
 from vserve.engine.options.config import EngineConfig, SchedulerConfig
 from vserve.engine.planning.memory import MemoryPlan
 from vserve.engine.planning.settings import Machine, Settings, resolve, step_limits
-from vserve.engine.start.make_adapters import most_tokens
-from vserve.engine.step.graphs import StepGraphs
+from vserve.engine.start.rank import most_tokens
+from vserve.engine.step.graph_table import GraphTable
 from vserve.kernels.linear import linear_hopper
 
 CPU = Machine(torch.device("cpu"), "cpu", 0, 3)
@@ -119,15 +119,8 @@ def test_what_was_asked_for_is_what_counts(model: ModelConfig) -> None:
 def test_adapters_have_room_for_the_largest_graph(model: ModelConfig, tokens: int, seqs: int) -> None:
     config = EngineConfig("m", enable_lora=True, max_model_len=512, max_num_batched_tokens=tokens, max_num_seqs=seqs)
     found = resolve(config, model, CARD)
-    graphs = StepGraphs(
-        None,
-        lambda batch, wanted: torch.empty(0),
-        found.config.max_cudagraph_capture_size,
-        found.mixed_step,
-        (),
-        coarse=True,
-    )
-    assert graphs.shapes()[0].tokens <= most_tokens(found)
+    graphs = GraphTable(found.config.max_cudagraph_capture_size, found.mixed_step, (), coarse=True)
+    assert graphs.shapes[0].tokens <= most_tokens(found)
 
 
 def test_a_checkpoint_in_float32_is_served_in_bfloat16_on_a_card(model: ModelConfig) -> None:

@@ -16,9 +16,9 @@ from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.planning import host_memory, shortage, weight_size
+from vserve.engine.planning import host_memory, weight_size
+from vserve.engine.planning.host_memory import is_out_of_memory, killed
 from vserve.engine.planning.settings import Machine
-from vserve.engine.planning.shortage import is_out_of_memory, killed
 from vserve.engine.planning.weight_size import check_weights
 from vserve.engine.quant.online import OnlineScheme
 from vserve.engine.quant.scheme import make_scheme
@@ -292,8 +292,8 @@ def test_other_errors_are_left_as_they_are() -> None:
 
 
 def test_an_engine_that_was_killed_while_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shortage, "available_bytes", lambda: 128 << 20)
-    monkeypatch.setattr(shortage, "machine_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 128 << 20)
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: 16 * GIB)
     line = killed("weights", 3 * GIB, 14 * GIB, EngineConfig("m", device="cpu"))
     assert "killed by signal 9 while loading the weights (3.00 GiB of 14.00 GiB done)" in line
     assert "has 0.12 GiB free of 16.00 GiB" in line and line.endswith(

@@ -22,7 +22,7 @@ from vserve.engine.planning.step_model import StepModel
 from vserve.engine.schedule import planner
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler
-from vserve.engine.schedule.stage_turns import equal_chunk, whose_turn
+from vserve.engine.schedule.sharing import equal_chunk, whose_turn
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "num_hidden_layers": 80,

@@ -19,8 +19,8 @@ from vserve.engine.parallel.pipeline import WHOLE, Stage
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler
 from vserve.engine.start.warm_steps import warm_up_steps
-from vserve.engine.step.pending import Pending
 from vserve.engine.step.runner import ModelRunner
+from vserve.engine.step.sampled import Pending
 from vserve.engine.weights.loader import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
