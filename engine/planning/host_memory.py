@@ -9,7 +9,7 @@ import os
 import re
 from pathlib import Path
 
-from ..options.config import EngineConfig
+from ..options.config import EngineConfig, SchedulerConfig
 
 GIB = 1 << 30
 CGROUP = Path("/sys/fs/cgroup")
@@ -57,6 +57,7 @@ DOING = {
     "weights": "loading the weights", "memory": "measuring a step and taking the cache", "warm-up": "warming up",
     "graphs": "capturing CUDA graphs",
 }  # fmt: skip
+MACHINE = "the machine"
 WEIGHTS_ARE_THERE = ("memory", "warm-up", "graphs")
 
 
@@ -68,24 +69,16 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def out_of_memory(
-    error: BaseException,
-    phase: str,
-    config: EngineConfig,
-    *,
-    place: str,
-    free: int,
-    total: int,
-    weights: int = 0,
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    on_card: bool = False,
-) -> str:
-    """`place`: the card's name, or "the machine", of which `free` of `total` bytes are left. 0, None: not known yet."""
+    error: BaseException, phase: str, config: EngineConfig, settings: SchedulerConfig | None, *, where: str = MACHINE,
+    free: int, total: int, weights: int = 0,
+) -> str:  # fmt: skip
+    """Why the start ends, and what helps. `settings`, `weights`: None and 0 where they are not known yet; `where`: the
+    card's name, or the machine, of which `free` of `total` bytes are left."""
     tried = TRIED.search(str(error))
     numbers = [f"{tried[1]} were asked for"] if tried else []
-    numbers += [f"{place} has {gib(free)} free of {gib(total)}"]
+    numbers += [f"{where} has {gib(free)} free of {gib(total)}"]
     numbers += [f"the weights take {gib(weights)}"] if weights else []
-    found = remedies(config, phase, max_model_len=max_model_len, max_num_seqs=max_num_seqs, on_card=on_card)
+    found = remedies(config, phase, settings, on_card=where != MACHINE)
     return f"out of memory while {_doing(phase)}: {', '.join(numbers)}; what helps, in this order: {found}"
 
 
@@ -106,19 +99,12 @@ def killed(phase: str, done: int, total: int, config: EngineConfig) -> str:
     )
 
 
-def remedies(
-    config: EngineConfig,
-    phase: str,
-    *,
-    max_model_len: int | None = None,
-    max_num_seqs: int | None = None,
-    on_card: bool = False,
-) -> str:
-    """Those that can help in this phase: before the weights are there, only smaller ones do."""
+def remedies(config: EngineConfig, phase: str, settings: SchedulerConfig | None = None, on_card: bool = False) -> str:
+    """Remedies that can help in this phase: before the weights are there, only smaller ones do."""
     found = ["end what else runs on the card"] if on_card and phase not in WEIGHTS_ARE_THERE else []
     if phase in WEIGHTS_ARE_THERE:
-        found += [_lower("max-model-len", max_model_len or config.max_model_len)]
-        found += [_lower("max-num-seqs", max_num_seqs or config.max_num_seqs)]
+        limits = settings or config
+        found += [_lower("max-model-len", limits.max_model_len), _lower("max-num-seqs", limits.max_num_seqs)]
         if on_card:
             found += [_lower("gpu-memory-utilization", config.gpu_memory_utilization)]
         elif config.kv_cache_memory_bytes is not None:

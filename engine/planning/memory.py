@@ -21,7 +21,7 @@ from ..errors import ConfigError
 from ..families.layer_spec import LayerSpec
 from ..link.sampling_params import SamplingParams
 from ..models.model import Model
-from ..options.config import EngineConfig
+from ..options.config import EngineConfig, SchedulerConfig
 from ..parallel.group import Group, gather
 from ..parallel.pipeline import stage_of
 from ..speculation.model_drafter import ModelDrafter
@@ -29,7 +29,6 @@ from ..step.runner import ModelRunner
 from .host_memory import GIB, gib, machine_bytes
 
 if TYPE_CHECKING:
-    from ..options.config import SchedulerConfig
     from ..step.encoder_runner import EncoderRunner
 
 FLOAT = 4  # bytes: what the CPU computes in
@@ -54,17 +53,11 @@ def row_bytes(max_num_seqs: int, max_model_len: int, layout: KVLayout) -> int:
     return (max_num_seqs + 1) * (layout.row_bytes(max_model_len) + ROW_BYTES)
 
 
-def check_rows(
-    model: Model,
-    weights: int,
-    *,
-    max_num_seqs: int,
-    max_model_len: int,
-    max_num_batched_tokens: int,
-    block_size: int,
-) -> None:
+def check_rows(model: Model, weights: int, settings: SchedulerConfig) -> None:
     """Raises ConfigError where rows and steps alone are more than the machine has: before they are made."""
-    layout = kv_layout(model, block_size, max_model_len)
+    max_num_seqs, max_num_batched_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    max_model_len = settings.max_model_len
+    layout = kv_layout(model, settings.block_size, max_model_len)
 
     def needed(seqs: int) -> tuple[int, int]:
         tokens = seqs if max_num_batched_tokens == max_num_seqs else max_num_batched_tokens  # it may have followed

@@ -77,7 +77,7 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True, tag="pulse"):
     """Once a second: how far it has come. What does not change while a step is in flight tells who hangs."""
 
     collectives: int = 0  # entered, but for those of CUDA graphs
-    effort: float = 0.0  # seconds of its own work: see effort.py
+    effort: float = 0.0  # seconds of its own work: see hang.py
     common: int = 0  # of what every rank does as often, stages too: collectives of all ranks, and halves of steps
 
 
@@ -104,7 +104,7 @@ class Launch(msgspec.Struct, frozen=True, array_like=True, tag="launch"):
     """Start these ranks, each of which dials in."""
 
     ranks: tuple[int, ...]
-    threads: int = 0  # for nodes that have no options of their own; see place.spawn
+    threads: int = 0  # for nodes that have no options of their own; see spawn in place.py
 
 
 class Kill(msgspec.Struct, frozen=True, array_like=True, tag="kill"):
@@ -148,7 +148,7 @@ class Ended(msgspec.Struct, frozen=True, array_like=True, tag="ended"):
     """A rank that nobody had asked to."""
 
     rank: int
-    how: str  # see place.end_of
+    how: str  # see end_of in place.py
 
 
 class Stopped(msgspec.Struct, frozen=True, array_like=True, tag="stopped"):

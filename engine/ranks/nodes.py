@@ -92,7 +92,7 @@ class Node:
 
 
 class RemoteRank:
-    """See Place."""
+    """See RankHandle."""
 
     def __init__(self, node: Node, rank: int) -> None:
         self._node, self._rank = node, rank

@@ -204,10 +204,10 @@ class KVCacheManager:
             return 0
         if self.has_windows:
             computed = request.num_computed_tokens - request.num_in_flight_drafts  # at least
-            for place, group in enumerate(self.groups):
+            for index, group in enumerate(self.groups):
                 if group.window:
-                    left = group.leave_behind(groups[place], table.left[place], computed)
-                    table.left[place] = left
+                    left = group.leave_behind(groups[index], table.left[index], computed)
+                    table.left[index] = left
         if missing * self.num_groups > pool.num_free:
             return -1
         for blocks in groups:
@@ -226,18 +226,18 @@ class KVCacheManager:
             first, suffix = max(start, left), group.suffix
             pairs = [(block, key + suffix) for block, key in zip(blocks[first:end], hashes[first:end], strict=True)]
             if self.events is not None:
-                self._tell(request, group, first, [key for _, key in pairs])
+                self._publish(request, group, first, [key for _, key in pairs])
             for block, key in pairs:
                 self.pool.register(block, key)
             registered += pairs
         table.num_registered = end
 
-    def _tell(self, request: Request, group: KVGroup, first: int, keys: list[bytes]) -> None:
+    def _publish(self, request: Request, group: KVGroup, first: int, keys: list[bytes]) -> None:
         """What of these blocks, the first of which is the request's block `first`, nobody has had so far."""
         assert self.events is not None
         size, find, tokens = self.block_size, self.pool.find, request.token_ids
         new = [index for index, key in enumerate(keys) if find(key) is None]
-        # Runs: index minus place in the list is the same for neighbours.
+        # Runs: a block's index minus its position in the list is the same for neighbours.
         for _, run in groupby(enumerate(new), lambda pair: pair[1] - pair[0]):
             indices = [index for _, index in run]
             start, end = first + indices[0], first + indices[-1] + 1
@@ -318,12 +318,12 @@ class KVCacheManager:
         keys = request.block_hashes[:max_blocks]
         hits: list[list[int]] = [[] for _ in self.groups]
         num_agreed = 0
-        for place in cycle(range(self.num_groups)):
-            hits[place] = self.groups[place].match(keys)
-            num_agreed = num_agreed + 1 if len(hits[place]) == len(keys) else 1
+        for index in cycle(range(self.num_groups)):
+            hits[index] = self.groups[index].match(keys)
+            num_agreed = num_agreed + 1 if len(hits[index]) == len(keys) else 1
             if num_agreed == self.num_groups:
                 return hits
-            keys = keys[: len(hits[place])]
+            keys = keys[: len(hits[index])]
         raise AssertionError("no group")
 
 

@@ -93,21 +93,22 @@ class FairQueue:
         """In the order in which they would start, for as long as nothing joins and nothing ends. The one that has come
         last may be started; who was passed over counts as served, for those behind."""
         turns, index = self._turns[:], 0
-        later: list[tuple[Turn, int]] = []  # of tenants that have had a turn: their next one, and its place in the line
+        # Of tenants that have had a turn: their next one, and the position of its entry.
+        later: list[tuple[Turn, int]] = []
         while index < len(turns) or later:
             if later and (index == len(turns) or later[0][0] < turns[index]):
-                turn, place = heapq.heappop(later)
+                turn, position = heapq.heappop(later)
             else:
-                turn, place = turns[index], 0
+                turn, position = turns[index], 0
                 index += 1
             tenant = turn[4]
             entries = self._lines[tenant].entries
-            entry = entries[place]
+            entry = entries[position]
             served = turn[2] + cost_of(entry[3])
             yield entry
-            place += place < len(entries) and entries[place] is entry
-            if place < len(entries):
-                heapq.heappush(later, (turn_of(entries[place], served), place))
+            position += position < len(entries) and entries[position] is entry
+            if position < len(entries):
+                heapq.heappush(later, (turn_of(entries[position], served), position))
 
     def _turn(self, tenant: int, line: Line) -> None:
         """Where the tenant stands among the others, after a change of its line."""

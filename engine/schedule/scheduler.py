@@ -196,12 +196,12 @@ class Scheduler:
             reason, error = FinishReason.ERROR, self.kv.too_small(request)
         return self._finish(request, reason, tokens, logprobs, error)
 
-    def _problem(self, request: Request, token: int, result: StepResult, place: int) -> str:
-        """Why this token of the request is none, or "". `place`: of the token in the result."""
-        if place in result.errors:
-            if result.errors[place] != NOTHING_ALLOWED:
+    def _problem(self, request: Request, token: int, result: StepResult, index: int) -> str:
+        """Why this token of the request is none, or "". `index`: of the token in the result."""
+        if index in result.errors:
+            if result.errors[index] != NOTHING_ALLOWED:
                 self._distrust(request)
-            return result.errors[place]
+            return result.errors[index]
         return request.grammar.accept(token) if request.grammar is not None else ""
 
     def _cache(self, request: Request) -> None:

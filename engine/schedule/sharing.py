@@ -158,7 +158,7 @@ class Depth:
             held = min(count - 1, proposed)
             self.num_drafts += 1
             self.num_draft_tokens += proposed
-            for place in range(held):
-                self.num_accepted_tokens[place] += 1
+            for position in range(held):
+                self.num_accepted_tokens[position] += 1
             self._tried += min(held + 1, proposed)
             self._held += held

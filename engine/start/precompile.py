@@ -62,6 +62,14 @@ class CacheSize:
 
 logger = logging.getLogger(__name__)
 
+# Options that no kernel depends on.
+UNRELATED = (
+    "model", "seed", "load_format", "revision", "download_dir", "backlog_steps", "kv_events_config",
+    "prefix_cache_seed", "cpu_threads", "data_parallel_size", "distributed_executor_backend", "nnodes", "node_rank",
+    "master_addr", "master_port", "host_ip", "cluster_secret", "distributed_timeout_seconds",
+    "ray_workers_use_nsight",
+)  # fmt: skip
+
 MAX_HELPERS = 8
 SLOW_STARTS = 2  # helpers, the first: what warm_up_steps has them begin with takes longest to compile
 HOST_BYTES = 3 << 30  # of free memory for each helper
@@ -172,28 +180,8 @@ def fingerprint(config: EngineConfig) -> str:
             described = read_config(Path(model).expanduser()) if model else {}
             digest.update(json.dumps(described, sort_keys=True).encode())
     options = dataclasses.asdict(config)
-    for unrelated in (
-        "model",
-        "seed",
-        "load_format",
-        "revision",
-        "download_dir",
-        "backlog_steps",
-        "kv_events_config",
-        "prefix_cache_seed",
-        "cpu_threads",
-        "data_parallel_size",
-        "distributed_executor_backend",
-        "nnodes",
-        "node_rank",
-        "master_addr",
-        "master_port",
-        "host_ip",
-        "cluster_secret",
-        "distributed_timeout_seconds",
-        "ray_workers_use_nsight",
-    ):
-        options.pop(unrelated)
+    for name in UNRELATED:
+        options.pop(name)
     digest.update(json.dumps(options, sort_keys=True).encode())
     return digest.hexdigest()[:32]
 
@@ -264,8 +252,8 @@ def adapted_share(steps: list[tuple[int, int]], count: int, index: int) -> list[
     """Of steps with adapters: the last helper has the first of them, and those whose own first steps take longest have
     none if there are enough others."""
     sharing = count - SLOW_STARTS if count > 2 * SLOW_STARTS else count
-    place = count - 1 - index
-    return steps[place::sharing] if place < sharing else []
+    position = count - 1 - index
+    return steps[position::sharing] if position < sharing else []
 
 
 @dataclass(frozen=True)

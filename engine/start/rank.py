@@ -29,7 +29,7 @@ from ..options.config import EngineConfig, default_cpu_threads
 from ..parallel.group import LOCAL, TIMEOUT, Group, gather
 from ..parallel.join import Rendezvous
 from ..parallel.pipeline import WHOLE, Stage, form_ring
-from ..planning.host_memory import available_bytes, is_out_of_memory, machine_bytes, out_of_memory
+from ..planning.host_memory import MACHINE, available_bytes, is_out_of_memory, machine_bytes, out_of_memory
 from ..planning.memory import WORST_SAMPLING, check_rows, plan_encoder, plan_memory, weight_bytes
 from ..planning.settings import Fitted, Machine, Settings, resolve, step_limits
 from ..planning.weight_size import check_weights, draft_bytes
@@ -178,15 +178,12 @@ class Rank:
         self.seconds[name] = time.monotonic() - started
 
     def _explained(self, error: Exception, phase: str) -> str:
-        place, free, total, limits = "the machine", available_bytes(), machine_bytes(), {}
-        if (settings := self._settings) is not None:
-            limits = {"max_model_len": settings.max_model_len, "max_num_seqs": settings.max_num_seqs}
-            if settings.device.type == "cuda":
-                place, (free, total) = settings.machine.name, torch.cuda.mem_get_info()
+        where, free, total, settings = MACHINE, available_bytes(), machine_bytes(), self._settings
+        if settings is not None and settings.device.type == "cuda":
+            where, (free, total) = settings.machine.name, torch.cuda.mem_get_info()
         return out_of_memory(
-            error, phase, self._config, place=place, free=free, total=total, weights=self._weights,
-            on_card=place != "the machine", **limits,
-        )  # fmt: skip
+            error, phase, self._config, settings, where=where, free=free, total=total, weights=self._weights
+        )
 
 
 def open_machine(config: EngineConfig, card: int = 0) -> Machine:
@@ -254,11 +251,7 @@ def make_runner(
                 f"{settings.machine.name} has {major}.{minor}: use --kv-cache-dtype fp8_e5m2"
             )
     if settings.device.type == "cpu":
-        check_rows(
-            model, weight_bytes(model, drafter), max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len, max_num_batched_tokens=settings.max_num_batched_tokens,
-            block_size=settings.block_size,
-        )  # fmt: skip
+        check_rows(model, weight_bytes(model, drafter), settings)
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
         block_size=settings.block_size, device=settings.device, kv_format=kv_format,

@@ -57,7 +57,7 @@ class MaskThreads:
         self._num_threads = num_threads or max(1, min(4, (os.cpu_count() or 1) // 8))
         # The first mask may be the longest: the new ones have a lane to themselves.
         self._lanes: tuple[SimpleQueue[Guide | None], ...] = (SimpleQueue(), SimpleQueue(), SimpleQueue())
-        self._telling = False  # a call of `_tell` is on its way: it will tell of every mask that is there by then
+        self._is_waking = False  # a call of `_masks_made` is on its way: it is for every mask that is there by then
         self._loop: asyncio.AbstractEventLoop | None = None
         self._settled = asyncio.Event()
 
@@ -97,10 +97,10 @@ class MaskThreads:
             guide.fill()
             if number == _QUICK:
                 self._fill_more(lane)
-            if not self._telling:
-                self._telling = True
+            if not self._is_waking:
+                self._is_waking = True
                 try:
-                    self._loop.call_soon_threadsafe(self._tell)
+                    self._loop.call_soon_threadsafe(self._masks_made)
                 except RuntimeError:
                     return  # the loop is closed: nobody waits any more
 
@@ -118,8 +118,8 @@ class MaskThreads:
                 return
             guide.fill()
 
-    def _tell(self) -> None:
-        self._telling = False  # first: whoever is ready from here on tells again
+    def _masks_made(self) -> None:
+        self._is_waking = False  # first: whatever is ready from here on needs another call
         self._settled.set()
         self._wake()
 

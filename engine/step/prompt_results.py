@@ -45,7 +45,7 @@ class PromptScorer:
     def __call__(self, plan: StepPlan, hidden: Tensor) -> PromptScores:
         """hidden [T, H] of the step's tokens: of the plan's rows in their order, then padding."""
         starts = np.cumsum([0, *plan.num_tokens])
-        places, rows, positions, ends, counts, tops = [], [], [], [], [], []
+        indexes, rows, positions, ends, counts, tops = [], [], [], [], [], []
         for i in plan.scored:
             row, first = plan.rows[i], plan.num_computed[i]
             sampling = self.tables.sampling[row]
@@ -53,19 +53,19 @@ class PromptScorer:
             count = min(plan.num_tokens[i], int(self.tables.prompt_len[row]) - 1 - first)
             counts.append(count)
             tops.append(sampling.prompt_logprobs)
-            places.append(np.arange(starts[i], starts[i] + count))
+            indexes.append(np.arange(starts[i], starts[i] + count))
             rows.append(np.full(count, row))
             ends.append(np.full(count, first + plan.num_tokens[i]))
             positions.append(np.arange(first + 1, first + count + 1))
         upload = Upload()
-        for column in (places, rows, positions, ends):
+        for column in (indexes, rows, positions, ends):
             upload.add(np.concatenate(column))
-        place, row_ids, position, computed = upload.send(hidden.device)
+        index, row_ids, position, computed = upload.send(hidden.device)
         targets = self.tables.history.read(row_ids, position, computed)
         k, size = max(tops), self.slice_size
         parts = [
-            token_logprobs(self.logits(hidden.index_select(0, place[at : at + size])), targets[at : at + size], k)
-            for at in range(0, len(place), size)
+            token_logprobs(self.logits(hidden.index_select(0, index[at : at + size])), targets[at : at + size], k)
+            for at in range(0, len(index), size)
         ]
         return PromptScores(counts, tops, [torch.cat(column) for column in zip(*parts, strict=True)])
 

@@ -96,13 +96,13 @@ def keep(result: StepResult, plan: StepPlan, kept: np.ndarray) -> StepResult:
     counts = np.ones(len(plan.sampled), dtype=np.int64)
     counts[:decodes] = kept[0, :decodes]
     starts = np.arange(len(counts)) + np.minimum(np.arange(len(counts)), decodes) * plan.num_drafts
-    places = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
-    found = {place: new for new, place in enumerate(places.tolist())}
+    indexes = np.concatenate([np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)])
+    found = {index: new for new, index in enumerate(indexes.tolist())}
     return msgspec.structs.replace(
         result,
-        token_ids=[result.token_ids[place] for place in found],
-        logprobs=result.logprobs and [result.logprobs[place] for place in found],
-        errors={found[place]: error for place, error in result.errors.items() if place in found},
+        token_ids=[result.token_ids[index] for index in found],
+        logprobs=result.logprobs and [result.logprobs[index] for index in found],
+        errors={found[index]: error for index, error in result.errors.items() if index in found},
         counts=counts.tolist(),
         drafted=np.minimum(kept[1, :decodes], query_len - 1).tolist(),
     )

@@ -611,7 +611,7 @@ def test_work_ends_with_the_rank_that_it_needs() -> None:
 
     async def main() -> None:
         peers = Peers(EngineConfig("m", device="cpu", tensor_parallel_size=2, engine_in_process=True))
-        peers._places[1] = Child(subprocess.Popen(["sleep", "60"]))
+        peers._handles[1] = Child(subprocess.Popen(["sleep", "60"]))
         ended = []
 
         async def work() -> None:
@@ -633,7 +633,7 @@ def test_work_ends_with_the_rank_that_it_needs() -> None:
             await waiting
         assert len(ended) == 2
         peers.close()
-        assert "killed by signal 9" in str(peers._places[1].wait(0.0))
+        assert "killed by signal 9" in str(peers._handles[1].wait(0.0))
 
     asyncio.run(main())
 

@@ -977,7 +977,7 @@ def caught(num_seeds: int, **options) -> str:
 
 KEYED = "self.keys[block] is not None"
 FORGET = f"            if {KEYED}:\n                self.revoke"
-AGREED = "num_agreed + 1 if len(hits[place]) == len(keys) else 1"
+AGREED = "num_agreed + 1 if len(hits[index]) == len(keys) else 1"
 LEFT = "(num_computed_tokens - self.window + "
 REGISTRABLE = "min(num_tokens // self.block_size, len(hashes))"
 FIRST_CHUNK = "num_missing, needed = -(-num_new // size)"
