@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from ..engine.link import logs
-from ..engine.link.child import die_with_parent, dump_stacks_on_signal
+from ..engine.link.logs import die_with_parent, dump_stacks_on_signal
 from ..engine.options.config import EngineConfig
 from .api_processes import options
 from .client.board import Board

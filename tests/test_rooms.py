@@ -30,9 +30,8 @@ FLOORS = {
 STAYS = {
     # transformers' code describes its own models: they are built to be described, and imported only then.
     ("engine.describe.reading", "engine.foreign.config"),
-    # They name the type of what they check, whose method calls them.
+    # It names the type of what it checks, whose method calls it.
     ("engine.options.config_checks", "engine.options.config"),
-    ("engine.schedule.invariants", "engine.schedule.scheduler"),
 }
 MOST_EXCEPTIONS = 10
 

@@ -49,7 +49,7 @@ NUMBERS = KVFormat()
 
 
 class Settings(Protocol):
-    """Of resolved.py."""
+    """Of planning/settings.py."""
 
     @property
     def kv_cache_dtype(self) -> str: ...
@@ -60,7 +60,7 @@ class Settings(Protocol):
 
 @dataclass(frozen=True)
 class KVSettings:
-    """What was asked of the cache, resolved by itself. Fields as in resolved.py."""
+    """What was asked of the cache, resolved by itself. Fields as in planning/settings.py."""
 
     kv_cache_dtype: str
     calculate_kv_scales: bool

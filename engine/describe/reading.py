@@ -17,8 +17,8 @@ from ..families.raw_config import RawConfig, architectures, flag, model_type
 from ..families.registry import find_family
 from ..files.model_file import read_config
 from ..options.config import EngineConfig
+from ..options.config_checks import ANY, Purpose
 from ..options.model_path import is_gguf
-from ..options.purpose import ANY, Purpose
 from ..quant.scheme import make_scheme, read_quantization
 from .divide import check_divides, check_stages, refuse_encoder
 from .divide import refuse as refuse_stages

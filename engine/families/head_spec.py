@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ModelError
+from ..options.config_checks import Purpose
 from ..options.model_path import is_gguf
-from ..options.purpose import Purpose
 from .raw_config import architectures
 
 SEQUENCE, TOKENS, REWARD, PROCESS = (

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import faulthandler
 import json
 import logging
 import os
 import queue
 import re
 import select
+import signal
 import sys
 import threading
 import time
@@ -247,3 +250,18 @@ def open_standard_streams() -> None:
         sys.stdout = open(1, "w", closefd=False)  # noqa: SIM115
     if sys.stderr is None:
         sys.stderr = open(2, "w", closefd=False)  # noqa: SIM115
+
+
+def die_with_parent(parent: int) -> None:
+    """Asks Linux to kill this process when process `parent`, which started it, ends, however it ends."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:  # it was gone before
+            os._exit(0)
+
+
+def dump_stacks_on_signal() -> None:
+    """SIGUSR1 and fatal signals write the stacks of all threads to stderr, also while the GIL is held."""
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)

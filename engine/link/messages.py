@@ -148,8 +148,8 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     steps: bool = False
     reranks: bool = False  # it is Qwen3-Reranker, or one like it: a score is how much likelier "yes" is than "no"
     reads_both_ways: bool = False  # no option makes it generate
-    quantization: dict[str, str | int] = {}  # of quant/described.py; empty: none
-    experts: dict[str, str | int] = {}  # of expert_info.py; empty: none
+    quantization: dict[str, str | int] = {}  # of start/described.py; empty: none
+    experts: dict[str, str | int] = {}  # of start/described.py; empty: none
     kv_cache: dict[str, str | int] = {}  # dtype, scales, block_bytes
     # The option by which more cards can share the model, what to set it to, and how many times as many tokens the cache
     # would then hold; "": there is none
@@ -224,32 +224,26 @@ class StepOutputs(msgspec.Struct, frozen=True, array_like=True, gc=False, tag="o
     preempted: list[int] = []  # ids, of requests preempted since the last message
 
 
-class StepReport(msgspec.Struct, frozen=True, array_like=True):
-    """What one step did."""
-
-    step: int
-    time: float  # time.monotonic() when its result was in
-    host_us: int
-    device_us: int
-    num_requests: int
-    num_tokens: int
-    num_decodes: int  # requests that computed one token
-    rows: list[tuple[int, int, bool]]  # (request id, tokens, whether they are of its prompt), of some of the requests
-
-
 HISTORY = 1024  # steps that are remembered, whether somebody watches or not
 
 
-class StepRecord(msgspec.Struct, frozen=True, array_like=True):
-    """What is remembered of a step."""
+class StepRecord(msgspec.Struct, array_like=True, gc=False):
+    """What is known of a step: made when it is launched, whole when its result is in."""
 
     step: int
     time: float  # time.time() when its result was in
     num_requests: int
     num_tokens: int
     num_decodes: int  # requests that computed one token
-    host_seconds: float
-    device_seconds: float
+    host_seconds: float = 0.0
+    device_seconds: float = 0.0
+
+
+class StepReport(msgspec.Struct, frozen=True, array_like=True):
+    """A step, for those who watch."""
+
+    record: StepRecord
+    rows: list[tuple[int, int, bool]]  # (request id, tokens, whether they are of its prompt), of some of the requests
 
 
 class LastSteps(msgspec.Struct, frozen=True, array_like=True, tag="last_steps"):

@@ -2,11 +2,9 @@
 
 cgroup: limits of memory and cores that the control groups of this process set
 config: every option of the engine, declared, defaulted and validated in one place
-config_checks: options of the engine that contradict each other, said before anything is read or started
+config_checks: what is wrong with the values of options, by themselves or together
 kv_events_settings: what --kv-events-config asks for
 model_path: where a model is, said without torch
 option: how an option is declared
-option_values: what is wrong with the value of an option, in words, where its bounds and choices do not say it
-purpose: what a model is served for
 speculation: what `--speculative-config` asks for
 """

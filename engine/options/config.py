@@ -5,24 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..errors import ConfigError
-from . import config_checks
-from . import option_values as values
+from . import config_checks as checks
 from .cgroup import num_cores
+from .config_checks import Purpose, read_purpose
 from .option import FITTING as FITTING
 from .option import PORT, POSITIVE, UNLIMITED, Bounds, check_options, json_object, option
 from .option import flag as flag
-from .purpose import Purpose, read_purpose
 
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """What the user asked for; `resolve` fills in None and "auto" once model and device are known: see resolved.py."""
+    """What the user asked for; `resolve` fills in None and "auto" once model and device are known, see settings.py."""
 
     model: str = option("", "folder of a Hugging Face model, or its name on the hub", group="model")
     revision: str | None = option(None, "branch, tag or commit of a model taken from the hub", group="model")
     download_dir: str | None = option(
         None, "folder for what is taken from the hub (default: the hub's own cache, HF_HOME)", group="model",
-        problem=values.no_file,
+        problem=checks.no_file,
     )  # fmt: skip
     model_impl: str = option(
         "auto",
@@ -77,7 +76,7 @@ class EngineConfig:
         bounds=Bounds(1, note="auto or -1 take what fits"),
     )
     hf_config_path: str | None = option(
-        None, "folder or hub name whose config.json is read instead of the model's", group="model", problem=values.model
+        None, "folder or hub name whose config.json is read instead of the model's", group="model", problem=checks.model
     )
     hf_overrides: str | None = option(
         None, "JSON object with values that come before those of config.json, such as '{\"rope_theta\": 1000000}'",
@@ -89,7 +88,7 @@ class EngineConfig:
     rope_scaling: str | None = option(
         None, "JSON object that stretches the rotary embedding, instead of config.json's, such as "
         '\'{"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}\'',
-        group="model", problem=values.rope_scaling, is_json=True,
+        group="model", problem=checks.rope_scaling, is_json=True,
     )  # fmt: skip
     disable_sliding_window: bool = option(
         False, "every layer sees the whole context, which is then no longer than the model's window", group="model"
@@ -100,7 +99,7 @@ class EngineConfig:
         None, "threads of the engine when it runs on the CPU (default: cores - 1)", bounds=POSITIVE
     )
     block_size: int = option(
-        16, "tokens in a block of the KV cache", group="cache", bounds=Bounds(1, 256), problem=values.power_of_two
+        16, "tokens in a block of the KV cache", group="cache", bounds=Bounds(1, 256), problem=checks.power_of_two
     )
     gpu_memory_utilization: float = option(
         0.9,
@@ -135,19 +134,19 @@ class EngineConfig:
     prefix_cache_seed: str | None = option(
         None, "text that the keys of cached prefixes are made from: engines with the same one name equal blocks alike; "
         "keep it secret, who knows it can compute keys (default: random)",
-        group="cache", secret=True, problem=values.no_text,
+        group="cache", secret=True, problem=checks.no_text,
     )  # fmt: skip
     kv_events_config: str | None = option(
         None, "what of the prefix cache is told to routers, as JSON: {\"enable_kv_cache_events\": true, \"endpoint\": "
         "\"tcp://*:5557\"} publishes vLLM's events over ZeroMQ, to whoever reaches that port; without an endpoint to "
-        "this host alone", group="cache", is_json=True, problem=values.kv_events,
+        "this host alone", group="cache", is_json=True, problem=checks.kv_events,
     )  # fmt: skip
     enable_lora: bool = option(
         False, "serve adapters (LoRA) beside the model: each request names one, or none", group="adapters"
     )
     merge_lora: str | None = option(
         None, "folder of one adapter that is merged into the model as it is loaded: served alone, at no cost a token",
-        group="adapters", problem=values.no_file,
+        group="adapters", problem=checks.no_file,
     )  # fmt: skip
     qlora_adapter_name_or_path: str | None = option(None, "an older name of merge_lora", group="adapters")
     max_loras: int = option(
@@ -183,7 +182,7 @@ class EngineConfig:
     )  # fmt: skip
     pipeline_layer_partition: str | None = option(
         None, "layers of each stage, such as 12,10,10 (default: so that stages take about as much memory and time as "
-        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel", problem=values.partition,
+        "each other; vLLM's VLLM_PP_LAYER_PARTITION)", group="parallel", problem=checks.partition,
     )  # fmt: skip
     enable_expert_parallel: bool = option(
         False, "ranks hold whole experts of a mixture, not a slice of each", group="parallel", short="ep"
@@ -205,17 +204,17 @@ class EngineConfig:
         group="parallel", bounds=Bounds(0, 63), short="r",
     )  # fmt: skip
     master_addr: str = option(
-        "127.0.0.1", "address of node 0, where the others dial in", group="parallel", problem=values.no_text
+        "127.0.0.1", "address of node 0, where the others dial in", group="parallel", problem=checks.no_text
     )
     master_port: int = option(29501, "port of node 0, where the others dial in", group="parallel", bounds=PORT)
     host_ip: str | None = option(
         None, "own address of this host among the nodes; its interface is the one that NCCL and gloo use (default: "
-        "what reaches node 0)", group="parallel", problem=values.no_text,
+        "what reaches node 0)", group="parallel", problem=checks.no_text,
     )  # fmt: skip
     cluster_secret: str | None = option(
         None, "random text that nodes must share to be let in, 16 characters or more; needed where node 0 can be "
         "reached from other hosts, best as VSERVE_CLUSTER_SECRET",
-        group="parallel", secret=True, problem=values.no_text,
+        group="parallel", secret=True, problem=checks.no_text,
     )  # fmt: skip
     distributed_timeout_seconds: int = option(
         600, "seconds to wait for other nodes, a Ray cluster or another rank", group="parallel",
@@ -268,7 +267,7 @@ class EngineConfig:
     speculative_config: str | None = option(
         None, "JSON object that turns drafts on, such as '{\"method\": \"ngram\", \"num_speculative_tokens\": 7}': "
         "answers stay the same, and come faster where they repeat what stood before, or \"model\": who drafts",
-        group="scheduler", problem=values.speculation, is_json=True, short="sc",
+        group="scheduler", problem=checks.speculation, is_json=True, short="sc",
     )  # fmt: skip
     scheduling_policy: str = option(
         "fcfs",
@@ -289,13 +288,13 @@ class EngineConfig:
         if self.max_model_len == FITTING:
             object.__setattr__(self, "max_model_len", None)
         check_options(self)
-        config_checks.check_batch(self)
-        config_checks.check_partial_prefills(self)
+        checks.check_batch(self)
+        checks.check_partial_prefills(self)
         _ = self.purpose  # --task, --runner and --convert may contradict each other
-        config_checks.check_events(self)
-        config_checks.check_adapters(self)
-        config_checks.check_stages(self)
-        config_checks.check_nodes(self)
+        checks.check_events(self)
+        checks.check_adapters(self)
+        checks.check_stages(self)
+        checks.check_nodes(self)
         if self.engine_in_process and self.data_parallel_size > 1:
             raise ConfigError(
                 f"--engine-in-process has room for one engine, and --data-parallel-size is {self.data_parallel_size}: "
@@ -359,11 +358,11 @@ class SchedulerConfig:
     enable_prefix_caching: bool = True
     prefix_cache_seed: str = field(default="", repr=False)  # of the keys; "": a random secret
     enable_chunked_prefill: bool = True
-    policy: str = "fcfs"
+    scheduling_policy: str = "fcfs"
     max_loras: int = 0  # adapters that the running requests may have; 0: none is served
     max_cpu_loras: int = 0
     depth: int = 1  # steps in flight
-    num_stages: int = 1  # of the pipeline that computes them
+    pipeline_parallel_size: int = 1
     context_cost: float = 0.0  # of a key that a prompt's token sees, in products of a token; for stages
     max_drafts: int = 0  # tokens that are drafted for a request in a step, at most
     draft_depths: tuple[tuple[int, int], ...] = ()  # (up to so many running requests, drafts of each)

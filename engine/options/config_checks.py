@@ -1,13 +1,65 @@
-"""Options of the engine that contradict each other, said before anything is read or started."""
+"""What is wrong with the values of options, by themselves or together, said before anything is read or started."""
 
 from __future__ import annotations
 
+import json
+import os
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
+from .option import json_object
 
 if TYPE_CHECKING:
     from .config import EngineConfig
+
+
+def power_of_two(number: int) -> str | None:
+    return "it must be a power of two" if number & (number - 1) else None
+
+
+def rope_scaling(text: str) -> str | None:
+    if problem := json_object(text):
+        return problem
+    if {"rope_type", "type"} & json.loads(text).keys():
+        return None
+    return 'its "rope_type" is missing, as in \'{"rope_type": "yarn", "factor": 4.0}\''
+
+
+def kv_events(text: str) -> str | None:
+    from .kv_events_settings import problem
+
+    return problem(text)
+
+
+def speculation(text: str) -> str | None:
+    from .speculation import problem
+
+    return problem(text)
+
+
+def partition(text: str) -> str | None:
+    words = text.split(",")
+    right = all(word.strip().isdecimal() and int(word) for word in words)
+    return None if right else "it must be the number of layers of each stage, such as 12,10,10"
+
+
+def no_text(text: str) -> str | None:
+    return None if text else "it is empty: give it a text, or leave it out"
+
+
+def no_file(path: str) -> str | None:
+    return "it is a file, give a folder" if os.path.isfile(os.path.expanduser(path)) else None
+
+
+def model(name: str) -> str | None:
+    from .model_path import find_model
+
+    try:
+        find_model(name)
+    except ConfigError as error:
+        return str(error)
+    return None
 
 
 def check_stages(config: EngineConfig) -> None:
@@ -94,3 +146,39 @@ def check_partial_prefills(config: EngineConfig) -> None:
     if not config.enable_chunked_prefill and (threshold or longs or (most or 1) > 1):
         name = "long-prefill-token-threshold" if threshold else f"max-{'long' if longs else 'num'}-partial-prefills"
         raise ConfigError(f"--{name} needs chunked prefill: leave out one of it and --no-enable-chunked-prefill")
+
+
+# vLLM's older option → the two that have taken its place.
+_TASKS = {
+    "auto": ("auto", "auto"), "generate": ("generate", "auto"), "embed": ("pooling", "embed"),
+    "embedding": ("pooling", "embed"), "classify": ("pooling", "classify"), "score": ("pooling", "classify"),
+    "reward": ("pooling", "reward"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Purpose:
+    runner: str = "auto"  # generate: text, and embeddings beside it; pooling: no text; auto: what the model can
+    convert: str = "auto"  # what is made of its hidden states; auto and none: what the architecture says
+
+    @property
+    def classifies(self) -> bool:
+        return self.convert in ("classify", "reward")
+
+
+ANY = Purpose()
+
+
+def read_purpose(task: str, runner: str, convert: str) -> Purpose:
+    """What the options of these names say. Raises ConfigError where they contradict each other."""
+    if task == "transcription":
+        raise ConfigError("--task transcription: models here read text only, no audio: use another server for it")
+    if task != "auto":
+        if (runner, convert) != ("auto", "auto"):
+            raise ConfigError(f"--task {task} is an older name of --runner and --convert: leave it out")
+        runner, convert = _TASKS[task]
+    if runner == "generate" and convert not in ("auto", "none"):
+        raise ConfigError(f"--convert {convert} makes a model that generates no text: leave out --runner generate")
+    if convert in ("embed", "classify", "reward"):
+        runner = "pooling"
+    return Purpose(runner, convert)

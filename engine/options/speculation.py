@@ -206,7 +206,7 @@ def _acceptance(asked: dict[str, Any], drafts: int) -> tuple[float, ...]:
             raise ConfigError(
                 f"its synthetic_acceptance_length is {length!r}: it must be a number from 1 to {1 + drafts}"
             )
-        return tuple(min(1.0, max(0.0, length - 1 - place)) for place in range(drafts))
+        return tuple(min(1.0, max(0.0, length - 1 - position)) for position in range(drafts))
     if not isinstance(rates, list) or not all(type(rate) in (int, float) and 0 <= rate <= 1 for rate in rates):
         raise ConfigError(f"its synthetic_acceptance_rates are {rates!r}: they must be a list of numbers from 0 to 1")
     if len(rates) != drafts or rates != sorted(rates, reverse=True):

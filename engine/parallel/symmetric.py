@@ -86,8 +86,8 @@ class SymmetricGroup(ProcessGroup):
             recognise
         ):  # and so nobody sends before all have emptied theirs
             self._kept = buffer, handle
-            places = [place + getattr(handle, "offset", 0) for place in handle.buffer_ptrs]
-            buffers = torch.tensor(places, dtype=torch.int64, device=self.device)
+            addresses = [address + getattr(handle, "offset", 0) for address in handle.buffer_ptrs]
+            buffers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
             counts = torch.zeros(max_rows, dtype=torch.int32, device=self.device)
             torch.cuda.synchronize(self.device)
             self.exchange = Exchange(self.rank, buffers, counts, max_rows, row_bytes)

@@ -7,23 +7,78 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...kernels.attention.history import ring_for
 from ..cache.batch import Shape
-from ..cache.kv_layout import KVLayout
+from ..cache.kv_layout import KVLayout, kv_layout
+from ..cache.rows import NUM_COLUMNS
 from ..describe.divide import more_cards
+from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
+from ..families.layer_spec import LayerSpec
 from ..link.sampling_params import SamplingParams
 from ..models.model import Model
-from ..options.config import EngineConfig
+from ..options.config import EngineConfig, SchedulerConfig
 from ..parallel.group import Group, gather
 from ..parallel.pipeline import stage_of
 from ..speculation.model_drafter import ModelDrafter
 from ..step.runner import ModelRunner
-from .cpu_memory import machine_bytes, row_bytes, step_bytes
-from .host_memory import GIB, gib
+from .host_memory import GIB, gib, machine_bytes
+
+if TYPE_CHECKING:
+    from ..step.encoder_runner import EncoderRunner
+
+FLOAT = 4  # bytes: what the CPU computes in
+LOGIT_COPIES = 3  # of the sampler at its most expensive: the raw ones, a copy, what is sorted
+ROW_BYTES = (NUM_COLUMNS + 1 + ring_for(0)) * 4 + 13  # of a row's parameters and counters, on both sides
+
+
+def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
+    """Of the largest step, about: the widest block's activations, and logits with what the sampler makes of them."""
+    token = 2 * model.hidden_size + max(_width(layer) for layer in set(model.layers))
+    logits = LOGIT_COPIES * min(max_num_seqs, max_num_batched_tokens) * model.vocab_size
+    return FLOAT * (max_num_batched_tokens * token + logits)
+
+
+def _width(layer: LayerSpec) -> int:
+    """Values of a token that its widest block has at once."""
+    return max(layer.attention.width, layer.mlp.width)
+
+
+def row_bytes(max_num_seqs: int, max_model_len: int, layout: KVLayout) -> int:
+    """Of the tables that are as long as rows are many: blocks, the newest tokens, parameters."""
+    return (max_num_seqs + 1) * (layout.row_bytes(max_model_len) + ROW_BYTES)
+
+
+def check_rows(model: Model, weights: int, settings: SchedulerConfig) -> None:
+    """Raises ConfigError where rows and steps alone are more than the machine has: before they are made."""
+    max_num_seqs, max_num_batched_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    max_model_len = settings.max_model_len
+    layout = kv_layout(model, settings.block_size, max_model_len)
+
+    def needed(seqs: int) -> tuple[int, int]:
+        tokens = seqs if max_num_batched_tokens == max_num_seqs else max_num_batched_tokens  # it may have followed
+        return row_bytes(seqs, max_model_len, layout), step_bytes(model.config, tokens, seqs)
+
+    total = machine_bytes()
+    rows, step = needed(max_num_seqs)
+    if weights + rows + step <= total:
+        return
+    fits, beyond = 0, max_num_seqs
+    while beyond - fits > 1:
+        middle = (fits + beyond) // 2
+        fits, beyond = (middle, beyond) if weights + sum(needed(middle)) <= total * 9 // 10 else (fits, middle)
+    remedy = f"set --max-num-seqs {fits} or less" if fits else "lower --max-num-batched-tokens"
+    raise ConfigError(
+        f"{max_num_seqs} running requests (--max-num-seqs) of {max_model_len} tokens (--max-model-len) in steps of "
+        f"{max_num_batched_tokens} (--max-num-batched-tokens) do not fit: of {total / GIB:.2f} GiB, weights take "
+        f"{weights / GIB:.2f}, rows {rows / GIB:.2f} and a step {step / GIB:.2f} GiB; {remedy}, or lower "
+        "--max-model-len"
+    )
+
 
 CPU_CACHE_BYTES = 1 * GIB
 GRAPH_NODE_BYTES = 2 << 20  # of the nodes of one graph
@@ -270,3 +325,31 @@ def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPla
         )
     notice = f"context cut from {runner.max_model_len} to {fits} tokens, what the KV cache holds; for more, {advice}"
     return dataclasses.replace(plan, max_model_len=fits, notices=(notice,))
+
+
+def plan_encoder(runner: EncoderRunner, config: EngineConfig, settings: SchedulerConfig) -> MemoryPlan:
+    """Runs the largest step, whose memory is kept: engines that start later see what is left. Raises ConfigError."""
+    weights, length = weight_bytes(runner.model), settings.max_model_len
+    num_texts, num_tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    if runner.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        for count in (-(-num_tokens // length), num_texts):
+            runner.dummy_step(count, num_tokens)
+            runner.dummy_step(count, num_tokens, runner.largest_pooling)
+        activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+        free, total = torch.cuda.mem_get_info()
+        budget = int(total * config.gpu_memory_utilization)
+        other = total - free - weights - activations  # of the card, whosever it is
+        advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
+    else:
+        total = budget = machine_bytes()
+        widest = max(max(layer.attention.width, layer.mlp.width) for layer in runner.model.config.layers)
+        activations = 4 * num_tokens * (3 * runner.model.config.hidden_size + widest)
+        other, advice = 0, "take a smaller model"
+    plan = MemoryPlan(total, budget, weights, activations, 0, other, 0, num_texts + 1, length, runner.layout)
+    if plan.needed > budget:
+        raise ConfigError(
+            f"a step of {num_tokens} tokens (--max-num-batched-tokens) does not fit: weights take {gib(weights)}, the "
+            f"step {gib(activations + other)}, of {gib(budget)}; lower --max-num-batched-tokens or {advice}"
+        )
+    return plan

@@ -19,10 +19,9 @@ from ..options.config import EngineConfig, SchedulerConfig
 from ..options.speculation import Speculation
 from ..parallel.pipeline import WHOLE, Stage
 from .card import Card
-from .cpu_memory import LOGIT_COPIES
 from .host_memory import GIB, gib
-from .memory import MemoryPlan
-from .resolved import Machine, Resolved, choose_dtype, resolve
+from .memory import LOGIT_COPIES, MemoryPlan
+from .settings import Machine, Settings, choose_dtype, resolve
 from .shape import Weights, kept_weights, shape_of
 from .step_model import Costs, StepModel
 from .weight_size import weight_size
@@ -127,14 +126,14 @@ def set_up(
     plan = dataclasses.replace(plan, num_blocks=min(blocks, most))
     # On one card its depth is 1: the clock knows a step's result before the next is planned.
     depth = num_stages + 1 if num_stages > 1 else 1
-    scheduler = settings.fitted(plan).scheduler_config(layout.windows, depth)
+    scheduler = dataclasses.replace(settings.fit(plan), depth=depth)
     models = tuple(StepModel(shape, card, costs, ranks * num_stages) for shape in shapes)
     acceptance = settings.speculation.acceptance
     return Setup(card, ranks, tightest.weights, tightest.cache, tokens, scheduler, models, acceptance)
 
 
 def _room(
-    stage: Stage, weights: int, model: ModelConfig, config: EngineConfig, settings: Resolved,
+    stage: Stage, weights: int, model: ModelConfig, config: EngineConfig, settings: Settings,
     format: KVFormat, card: Card,
 ) -> _Room:  # fmt: skip
     """What is left for the cache once weights and the largest step have theirs."""

@@ -87,14 +87,14 @@ class Engine:
         when the tokens are there that earlier plans sample."""
         shared, tokens = self._shared(plan), plan.total_tokens
         time = max(now, *(self.known.get(row, 0.0) for row in plan.rows)) if plan.rows else now
-        for place, stage in enumerate(self.stages):
-            time = max(time, self.free[place])
-            time = self.free[place] = time + stage.seconds(plan, shared)
-            if place < len(self.stages) - 1:
+        for index, stage in enumerate(self.stages):
+            time = max(time, self.free[index])
+            time = self.free[index] = time + stage.seconds(plan, shared)
+            if index < len(self.stages) - 1:
                 time += stage.handing_seconds(tokens)
         if len(self.stages) > 1:
-            for place in plan.sampled:
-                self.known[plan.rows[place]] = time
+            for index in plan.sampled:
+                self.known[plan.rows[index]] = time
         return time
 
     def _shared(self, plan: StepPlan) -> int:
@@ -129,9 +129,9 @@ class Engine:
         if not self.acceptance:
             return StepResult(plan.step, [1] * len(plan.sampled))
         counts = [1] * len(plan.sampled)
-        for place in range(plan.num_decodes if plan.num_drafts else 0):
+        for index in range(plan.num_decodes if plan.num_drafts else 0):
             drawn = self.luck.random()
-            counts[place] += sum(drawn < rate for rate in self.acceptance[: plan.num_drafts])
+            counts[index] += sum(drawn < rate for rate in self.acceptance[: plan.num_drafts])
         drafted = [plan.num_drafts] * plan.num_decodes
         return StepResult(plan.step, [1] * sum(counts), counts=counts, drafted=drafted, num_proposed=len(counts))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from math import prod
 
 import torch
 
@@ -13,10 +14,12 @@ from ..errors import ConfigError
 from ..families.layer_spec import MoESpec
 from ..options.config import EngineConfig
 from ..options.speculation import drafts_by_model
+from ..quant.format import FLOATS, TensorInfo
 from ..quant.online import OnlineScheme
+from ..speculation.loading import Draft
 from ..weights.loader import count_ordered_experts, count_parameters
 from .host_memory import available_bytes, gib, machine_bytes
-from .resolved import Machine
+from .settings import Machine
 
 LARGEST_SHARE = 0.97  # of a card: its context and libraries need the rest
 HELPERS = 5 << 30  # bytes of a card that our own processes may have, which compile kernels and end
@@ -139,3 +142,31 @@ def smaller_weights(
             size = _with_codes(model, parameters, dtype, OnlineScheme(kind).bytes_each)
             if size <= room:
                 yield f"add -q {kind} ({gib(size)})"
+
+
+_WHOLE = ("embed_tokens.weight", "fc.weight", "eh_proj.weight")  # of a head, on every rank
+
+
+def draft_bytes(
+    draft: Draft, target: ModelConfig, dtype: torch.dtype, num_ranks: int, expert_parallel: bool, on_card: bool
+) -> int:
+    """Of one of the target's ranks, about."""
+    size = 1 if draft.settings.num_ranks == 1 else num_ranks
+    stored = sum(info.num_bytes for info in draft.tensors.values())
+    described = draft.described
+    if isinstance(described, ModelConfig):
+        parameters = count_parameters(described, size, expert_parallel)
+        share = parameters / count_parameters(described)
+        return weight_size(described, parameters, dtype, int(stored * share), on_card)
+    scheme = (target if described is None else described.config).quantization
+    each = scheme.bytes_each if isinstance(scheme, OnlineScheme) else dtype.itemsize
+    found = 0.0
+    for name, info in draft.tensors.items():
+        taken = _bytes(info, dtype.itemsize if name.endswith(_WHOLE[0]) else each)
+        found += taken if name.endswith(_WHOLE) else taken / size
+    return int(found)
+
+
+def _bytes(info: TensorInfo, each: float) -> float:
+    """Codes stay codes."""
+    return prod(info.shape) * each if info.dtype in FLOATS else info.num_bytes

@@ -1,16 +1,11 @@
 """Several ranks under one engine: a process for each, the plans they are sent, and what becomes of one that is lost.
 
 adapters: adapters on several ranks
-agreement: numbers that every rank must know of every other, told through their group
-channel: a rank's end of the socket to its engine
-cluster_messages: what node 0 and the process that stands for another node (node.py) say to each other once that was
-    let in
-effort: what a rank does by itself, in seconds so far
+agreement: how ranks find each other, and what they must have in common before they step
 executor: runs plans on several ranks
-handshake: how a node is let in
-hang: when a step that does not end is one that never will, and whose fault that is
-messages: what the engine's process (rank 0) and those of its other ranks say to each other
-network: addresses and interfaces of this host, as ranks on several hosts need them
+handshake: how a node is let in, and the addresses and interfaces by which hosts reach each other
+hang: what a rank does by itself, and when a step that does not end is one that never will
+messages: what rank 0, the other ranks and the processes that stand for other nodes say to each other, and a rank's end
 node: a node without an API
 nodes: the other nodes of an engine, as the first one sees them
 peers: the other ranks of an engine, as rank 0 sees them

@@ -9,8 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from ..errors import ModelError
-from .channel import Channel
-from .messages import AdapterRead, ForgetAdapters, ReadAdapter, ToRank
+from .messages import AdapterRead, Channel, ForgetAdapters, ReadAdapter, ToRank
 
 if TYPE_CHECKING:
     import torch

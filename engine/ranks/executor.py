@@ -9,8 +9,7 @@ from functools import partial
 from ..link.plan import StepPlan, StepResult
 from ..step.executor import ThreadExecutor
 from ..step.mask import TokenMask
-from .effort import Effort
-from .hang import StepLimit, step_limit
+from .hang import Effort, StepLimit, step_limit
 from .messages import Execute, Follow, Settle
 from .peers import Peers, RankLost
 

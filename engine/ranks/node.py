@@ -16,10 +16,8 @@ from collections.abc import Callable, Mapping
 
 from ..errors import ConfigError
 from ..options.config import EngineConfig
-from .channel import Channel
-from .cluster_messages import BEAT, Beat, DumpStacks, Ended, Goodbye, Kill, Launch, Said, Stopped, ToNode
-from .handshake import Hello, Stranger, check_secret, dial, facts
-from .network import use_interface
+from .handshake import Hello, Stranger, check_secret, dial, facts, use_interface
+from .messages import BEAT, Beat, Channel, DumpStacks, Ended, Goodbye, Kill, Launch, Said, Stopped, ToNode
 from .place import Child, end_of, spawn, threads_of_rank
 
 logger = logging.getLogger(__name__)

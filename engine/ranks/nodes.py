@@ -13,9 +13,8 @@ from collections.abc import Callable, Mapping
 
 from ..errors import ConfigError
 from ..options.config import EngineConfig
-from .channel import Channel
-from .cluster_messages import BEAT, SILENCE, Beat, DumpStacks, Ended, FromNode, Goodbye, Kill, Launch, Stopped
 from .handshake import Guest, Hello, difference, is_loopback, meet
+from .messages import BEAT, SILENCE, Beat, Channel, DumpStacks, Ended, FromNode, Goodbye, Kill, Launch, Stopped
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +93,7 @@ class Node:
 
 
 class RemoteRank:
-    """See Place."""
+    """See RankHandle."""
 
     def __init__(self, node: Node, rank: int) -> None:
         self._node, self._rank = node, rank

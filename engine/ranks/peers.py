@@ -23,10 +23,9 @@ from ..link.connection import Connection
 from ..link.messages import Failure
 from ..options.config import EngineConfig
 from .adapters import OtherStores
-from .effort import Effort, Starting
-from .hang import IDLE, INTERVAL, START_LIMIT, HangWatch, pulse
+from .hang import IDLE, INTERVAL, START_LIMIT, Effort, HangWatch, Starting, pulse
 from .messages import AdapterRead, FromRank, Join, Leave, Pulse, Seat, ToRank
-from .place import Place, may_follow, threads_of_rank
+from .place import RankHandle, may_follow, threads_of_rank
 from .placing import SeveralHosts, placing
 
 logger = logging.getLogger(__name__)
@@ -59,7 +58,7 @@ class Peers:
         self._loop = asyncio.get_running_loop()
         self._lost: asyncio.Future[NoReturn] = self._loop.create_future()
         self._placing = placing(config)
-        self._places: dict[int, Place] = {}
+        self._handles: dict[int, RankHandle] = {}
         self._cards: dict[int, int] = {}
         self._connections: list[Connection] = []
         self._encoder = msgspec.msgpack.Encoder()
@@ -80,7 +79,7 @@ class Peers:
         except BaseException:
             self._placing.close(in_order=False)
             raise
-        self.seat, self._places = placement.seats[0], placement.places
+        self.seat, self._handles = placement.seats[0], placement.handles
         self._cards = {rank: seat.card for rank, seat in placement.seats.items()}
         # Secrets are rank 0's business; so is which node it is.
         options = dataclasses.asdict(dataclasses.replace(self._config, cluster_secret=None, prefix_cache_seed=None))
@@ -89,16 +88,16 @@ class Peers:
             connection = await Connection.open(sock, FromRank, partial(self._receive, rank), lambda _: None)
             self._connections.append(connection)
             connection.send(Join(options, placement.seats[rank]))
-        for rank in self._places:
+        for rank in self._handles:
             threading.Thread(target=self._await_end, args=(rank,), name=f"vserve-rank-{rank}", daemon=True).start()
-        if not self._places:
+        if not self._handles:
             return
         self._watching = asyncio.create_task(self._watch(lambda: (True, 0), Starting(), lambda: START_LIMIT))
 
     @property
     def _ranks(self) -> list[int]:
         """But for rank 0, which has a place where that may be taken from it."""
-        return [rank for rank in self._places if rank]
+        return [rank for rank in self._handles if rank]
 
     @property
     def lost(self) -> bool:
@@ -118,7 +117,7 @@ class Peers:
 
     async def beside(self, work: Awaitable[T]) -> T:
         """What `work` of rank 0 returns or raises. Raises RankLost as soon as another rank is lost."""
-        if not self._places:
+        if not self._handles:
             return await work
         task = asyncio.ensure_future(work)
         either: set[asyncio.Future[Any]] = {task, self._lost}
@@ -156,11 +155,11 @@ class Peers:
         in_order = patience > 0 and not self.lost
         deadline = time.monotonic() + (patience if in_order else 0.0)
         for rank in self._ranks:
-            self._places[rank].wait(max(0.0, deadline - time.monotonic()))
+            self._handles[rank].wait(max(0.0, deadline - time.monotonic()))
         self._kill()
         deadline = time.monotonic() + LAST_WORDS  # a card's driver may hold it
         for rank in self._ranks:
-            self._places[rank].wait(max(0.0, deadline - time.monotonic()))
+            self._handles[rank].wait(max(0.0, deadline - time.monotonic()))
         for connection in self._connections:
             connection.close()
         _leave_group()
@@ -181,7 +180,7 @@ class Peers:
 
     def _await_end(self, rank: int) -> None:
         """On a thread of its own: also where the loop's thread waits for a device that waits for this rank."""
-        how = self._places[rank].wait()
+        how = self._handles[rank].wait()
         if self._ending or how is None:
             return
         cause, follows = f"{self._name(rank)} {how}", may_follow(how)
@@ -249,8 +248,8 @@ class Peers:
         os._exit(1)
 
     async def _end_hanging(self, rank: int, what: str) -> None:
-        name, place = self._name(rank), self._places.get(rank)
-        if place is not None and place.is_stopped():
+        name, handle = self._name(rank), self._handles.get(rank)
+        if handle is not None and handle.is_stopped():
             what = f"is stopped (SIGSTOP, a debugger), and {what}"
         logger.error("%s %s; the stacks of all ranks follow", name, what)
         self._show_stacks()
@@ -260,16 +259,16 @@ class Peers:
 
     def _show_stacks(self) -> None:
         faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-        for other in self._places.values():
+        for other in self._handles.values():
             other.dump_stacks()
 
     def _kill(self) -> None:
-        for place in self._places.values():
-            place.kill()
+        for handle in self._handles.values():
+            handle.kill()
 
     def _name(self, rank: int) -> str:
         on_card = self._config.device == "cuda" or (self._config.device == "auto" and Path("/dev/nvidiactl").exists())
-        where = self._places[rank].where if rank in self._places else ""
+        where = self._handles[rank].where if rank in self._handles else ""
         card = f"cuda:{self._cards.get(rank, rank)}" if on_card else "cpu"
         return f"rank {rank} of {self._config.world_size} ({card}){where}"
 

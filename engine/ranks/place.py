@@ -18,7 +18,7 @@ from ..options.config import EngineConfig, default_cpu_threads
 from .messages import Seat
 
 
-class Place(Protocol):
+class RankHandle(Protocol):
     """Of one rank."""
 
     @property
@@ -42,11 +42,11 @@ class Place(Protocol):
 
 
 @dataclass
-class Placement:
+class StartedRanks:
     """The ranks of an engine but its own, started, by rank. `sockets` lead to them."""
 
     seats: dict[int, Seat] = field(default_factory=dict)  # of all of them
-    places: dict[int, Place] = field(default_factory=dict)  # that are watched
+    handles: dict[int, RankHandle] = field(default_factory=dict)  # that are watched
     sockets: dict[int, socket.socket] = field(default_factory=dict)
 
 

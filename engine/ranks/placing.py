@@ -11,18 +11,16 @@ from typing import Protocol
 import msgspec
 from msgspec.structs import replace
 
-from ..link.private_folder import PrivateFolder
+from ..link.connection import PrivateFolder
 from ..options.config import EngineConfig
-from .cluster_messages import Said, Word
-from .handshake import check_secret, facts, is_loopback
-from .messages import Seat
-from .network import rendezvous, use_interface
+from .handshake import check_secret, facts, is_loopback, rendezvous, use_interface
+from .messages import Said, Seat, Word
 from .nodes import Nodes, RemoteRank
-from .place import Child, Placement
+from .place import Child, StartedRanks
 
 
 class Placing(Protocol):
-    async def start(self) -> Placement:
+    async def start(self) -> StartedRanks:
         """Returns when all ranks have been started. Raises ConfigError, OSError."""
         ...
 
@@ -48,10 +46,10 @@ class OneHost:
         self._config = config
         self._folder: PrivateFolder | None = None  # where they meet
 
-    async def start(self) -> Placement:
+    async def start(self) -> StartedRanks:
         size = self._config.world_size
         if size == 1:
-            return Placement({0: Seat()})
+            return StartedRanks({0: Seat()})
         self._folder = PrivateFolder("ranks")
         meeting = f"file://{self._folder.path}/store"
         return children(self._config, {rank: Seat(rank, size, meeting, rank) for rank in range(size)})
@@ -69,7 +67,7 @@ class SeveralHosts:
         self._nodes: Nodes | None = None
         self._meeting: socket.socket | None = None
 
-    async def start(self) -> Placement:
+    async def start(self) -> StartedRanks:
         config, each = self._config, self._config.ranks_per_node
         check_secret(config)
         ranks = {node: tuple(range(node * each, (node + 1) * each)) for node in range(1, config.nnodes)}
@@ -86,7 +84,7 @@ class SeveralHosts:
         found.seats |= seats
         found.sockets |= self._nodes.sockets
         for node, own in ranks.items():
-            found.places |= {rank: RemoteRank(self._nodes.nodes[node], rank) for rank in own}
+            found.handles |= {rank: RemoteRank(self._nodes.nodes[node], rank) for rank in own}
         return found
 
     def say(self, word: Word) -> None:
@@ -103,15 +101,15 @@ class SeveralHosts:
             self._meeting.close()
 
 
-def children(config: EngineConfig, seats: dict[int, Seat]) -> Placement:
+def children(config: EngineConfig, seats: dict[int, Seat]) -> StartedRanks:
     """Ranks of this host; the first is the engine's own. Raises OSError; then there are none."""
-    found = Placement(dict(seats))
+    found = StartedRanks(dict(seats))
     threads = (config.cpu_threads or 0) if config.device == "cpu" else 0
     try:
         for rank in list(seats)[1:]:
-            found.places[rank], found.sockets[rank] = Child.start(rank, threads)
+            found.handles[rank], found.sockets[rank] = Child.start(rank, threads)
     except OSError:
-        for place in found.places.values():
-            place.kill()
+        for handle in found.handles.values():
+            handle.kill()
         raise
     return found

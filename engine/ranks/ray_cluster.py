@@ -20,12 +20,11 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..options.config import EngineConfig
-from .handshake import versions
+from .handshake import VARIABLES, rendezvous, use_interface, versions
 from .messages import Seat
-from .network import VARIABLES, rendezvous, use_interface
 from .node import Node
 from .nodes import Nodes, RemoteRank
-from .place import Placement
+from .place import StartedRanks
 
 logger = logging.getLogger(__name__)
 
@@ -101,7 +100,7 @@ class RayCluster:
         self._actors: list[Any] = []
         self._meeting: socket.socket | None = None
 
-    async def start(self) -> Placement:
+    async def start(self) -> StartedRanks:
         return await asyncio.to_thread(self._start)
 
     def close(self, in_order: bool) -> None:
@@ -119,7 +118,7 @@ class RayCluster:
             self._ray.shutdown()
         self._ray = None
 
-    def _start(self) -> Placement:
+    def _start(self) -> StartedRanks:
         config = self._config
         self._ray = connect()
         kind = self._kind()
@@ -157,7 +156,7 @@ class RayCluster:
         nodes.no_more()
         for rank, node in nodes.nodes.items():
             node.explain = lambda run=runs[rank]: death_of(run, EXPLAINING)  # type: ignore[misc]
-        return Placement(
+        return StartedRanks(
             seats, {0: ActorPlace(hosts[0][0].hold.remote()), **{r: RemoteRank(nodes.nodes[r], r) for r in runs}},
             dict(nodes.sockets),
         )  # fmt: skip

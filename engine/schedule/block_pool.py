@@ -26,8 +26,6 @@ class BlockPool:
         self.refs[NULL_BLOCK] = 1
         self.keys: list[bytes | None] = [None] * num_blocks
         self.by_key: dict[bytes, int | dict[int, None]] = {}  # a dict is an ordered set of equal blocks
-        # Called with the key and the block when cached content is lost because its block is taken for a new owner.
-        self.evicted: Callable[[bytes, int], None] | None = None
         # Called with the key once no block holds its content any more, for whatever reason.
         self.lost: Callable[[bytes], None] | None = None
         # The free list is a ring of pointers through these two lists. The null block is never free: it is the head.
@@ -47,18 +45,16 @@ class BlockPool:
             self._unlink(block)
         self.refs[block] += 1
 
-    def take(self) -> int:
-        """The block whose content is worth least, forgotten, with one reference. The caller has checked `num_free`."""
-        return self.take_many(1)[0]
-
     def take_many(self, count: int) -> list[int]:
-        """So many of them; a long prompt takes hundreds at once."""
+        """Blocks whose content is worth least, with one reference each. The caller has checked `num_free`."""
         blocks = []
         block = NULL_BLOCK
         for _ in range(count):
             block = self.next[block]
             assert block != NULL_BLOCK, "no free block: check num_free first"
-            self._renew(block)
+            if self.keys[block] is not None:
+                self.revoke(block)
+            self.refs[block] = 1
             blocks.append(block)
         rest = self.next[block]
         self.next[NULL_BLOCK], self.prev[rest] = rest, NULL_BLOCK
@@ -129,13 +125,6 @@ class BlockPool:
             keyed += len(blocks)
             require(all(self.keys[block] == key for block in blocks), "map and block disagree about a key")
         require(keyed == self.num_blocks - self.keys.count(None), "a block has a key the map does not know")
-
-    def _renew(self, block: int) -> None:
-        if (key := self.keys[block]) is not None:
-            self.revoke(block)
-            if self.evicted is not None:
-                self.evicted(key, block)
-        self.refs[block] = 1
 
     def _unlink(self, block: int) -> None:
         before, after = self.prev[block], self.next[block]

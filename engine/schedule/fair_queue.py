@@ -114,18 +114,18 @@ class FairQueue(Generic[T]):
         later: list[tuple[Turn, int]] = []  # of tenants that have had a turn: their next one, and its place in the line
         while index < len(turns) or later:
             if later and (index == len(turns) or later[0][0] < turns[index]):
-                turn, place = heapq.heappop(later)
+                turn, position = heapq.heappop(later)
             else:
-                turn, place = turns[index], 0
+                turn, position = turns[index], 0
                 index += 1
             tenant = turn[4]
             entries = self._lines[tenant].entries
-            entry = entries[place]
+            entry = entries[position]
             served = turn[2] + entry[3].cost
             yield entry
-            place += place < len(entries) and entries[place] is entry
-            if place < len(entries):
-                heapq.heappush(later, (turn_of(entries[place], served), place))
+            position += position < len(entries) and entries[position] is entry
+            if position < len(entries):
+                heapq.heappush(later, (turn_of(entries[position], served), position))
 
     def _turn(self, tenant: int, line: Line[T]) -> None:
         """Where the tenant stands among the others, after a change of its line."""
@@ -155,7 +155,7 @@ class FairQueue(Generic[T]):
                 "a turn is not that of its line")  # fmt: skip
         require(self._turns == sorted(line.turn for line in lines.values() if line.turn), "turns out of order")
         require(self._length == sum(len(line.entries) for line in lines.values()), "queue miscounted")
-        require(not self._served.keys() & lines.keys(), "a tenant is in two places")
+        require(not self._served.keys() & lines.keys(), "a tenant is in two positions")
 
 
 def turn_of(entry: Entry[T], served: float) -> Turn:

@@ -12,14 +12,11 @@ from itertools import islice
 
 from ..adapters.book import AdapterBook
 from ..options.config import SchedulerConfig
-from .draft_depth import Depth
-from .fair_queue import Entry
 from .kv_cache import KVCacheManager
 from .prompt_results import PromptResults
 from .request import Request, Status
-from .roster import Roster
-from .sharing import Sharing
-from .stage_turns import equal_chunk, whose_turn
+from .roster import Entry, Roster
+from .sharing import Depth, Sharing, equal_chunk, whose_turn
 from .step import Step
 
 RUNNING = Status.RUNNING
@@ -70,7 +67,7 @@ class Planner:
         constrained = self.roster.num_constrained > 0
         prefills = []
         running = list(self.roster.running.values())
-        if self.config.num_stages > 1:
+        if self.config.pipeline_parallel_size > 1:
             running = self._leave_some_to_other_stages(step, running)
         for request in running:
             computed = request.num_computed_tokens
@@ -120,7 +117,7 @@ class Planner:
                 (guide := request.grammar) is None or guide.may_decode(request.num_in_flight_tokens)
             ):
                 decodes.append(request)
-        return others + whose_turn(decodes, step.index, self.config.num_stages, prompts)
+        return others + whose_turn(decodes, step.index, self.config.pipeline_parallel_size, prompts)
 
     def _large_step(self) -> int:
         """Tokens of a step that works off a long queue; 0: the queue is none."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from array import array
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from ..grammar.guide import Guide
 from ..link.plan import TokenLogprobs
@@ -26,96 +27,62 @@ class FinishReason(enum.StrEnum):
     ERROR = "error"
 
 
+@dataclass(slots=True, eq=False)
 class SharedPrompt:
     """A prompt that several requests wait with: tokens and hashes are theirs in common, until one starts and has its
     own. Nothing changes them but KVCacheManager.extend_hashes, which hashes the prompt for the first of them."""
 
-    __slots__ = ("block_hashes", "token_ids")
-
-    def __init__(self, token_ids: array[int]) -> None:
-        self.token_ids = token_ids
-        self.block_hashes: list[bytes] = []
+    token_ids: array[int]
+    block_hashes: list[bytes] = field(default_factory=list)
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Request:
     """One sequence of tokens. A step gives it some tokens so that `num_computed_tokens` catches up with `target`."""
 
-    __slots__ = (
-        "arrival",
-        "block_hashes",
-        "cache_salt",
-        "ends",
-        "finish_reason",
-        "first_scheduled",
-        "grammar",
-        "id",
-        "last_sampled",
-        "longest",
-        "num_cached_tokens",
-        "num_computed_tokens",
-        "num_in_flight_drafts",
-        "num_in_flight_steps",
-        "num_in_flight_tokens",
-        "num_preemptions",
-        "num_prompt_tokens",
-        "priority",
-        "prompt_logprobs",
-        "row",
-        "sampling",
-        "shares_prompt",
-        "slot",
-        "status",
-        "stop_reason",
-        "tenant",
-        "token_ids",
-    )
+    id: int
+    prompt: InitVar[Sequence[int] | SharedPrompt]
+    sampling: SamplingParams
+    _: KW_ONLY
+    priority: int = 0
+    cache_salt: str | None = None
+    arrival: float = 0.0
+    tenant: int = 0  # among whom the queue is shared
+    grammar: Guide | None = None  # has accepted the outputs in `token_ids`
+    token_ids: array[int] = field(init=False)  # the prompt, then every output whose value has reached the host
+    block_hashes: list[bytes] = field(init=False)  # of its full blocks, chained
+    shares_prompt: bool = field(init=False)  # until it starts
+    num_prompt_tokens: int = field(init=False)
+    ends: tuple[int, ...] = field(init=False)  # tokens that end it, from min_tokens on
+    longest: int = field(init=False)  # tokens with which it ends at last
+    # Of prompt tokens 1 …, as they arrive; None where nobody asked, or once they have been sent.
+    prompt_logprobs: list[TokenLogprobs] | None = field(init=False)
+    first_scheduled: float | None = None  # time.monotonic()
+    last_sampled: int = -1  # index of the plan that has its newest sample
+    status: Status = Status.WAITING
+    finish_reason: FinishReason | None = None
+    stop_reason: int | None = None  # the stop token id; None for EOS
+    row: int | None = None  # of the device tables, for as long as it runs
+    slot: int = -1  # of its adapter, for as long as it runs
+    # Advanced when a step is scheduled, not when its result arrives. With drafts in flight it is an upper bound, as is
+    # the number of tokens in flight: how many of the drafts hold, the device knows.
+    num_computed_tokens: int = 0
+    num_in_flight_tokens: int = 0  # sampled on the device, value not yet on the host
+    num_in_flight_drafts: int = 0  # of them, those that may turn out wrong
+    num_in_flight_steps: int = 0  # scheduled steps that contain it and have not returned
+    num_cached_tokens: int | None = None  # prefix hit of its first admission
+    num_preemptions: int = 0
 
-    def __init__(
-        self,
-        id: int,
-        prompt: Sequence[int] | SharedPrompt,
-        sampling: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        arrival: float = 0.0,
-        tenant: int = 0,
-        grammar: Guide | None = None,
-    ) -> None:
-        self.id = id
-        self.shares_prompt = isinstance(prompt, SharedPrompt)  # until it starts
+    def __post_init__(self, prompt: Sequence[int] | SharedPrompt) -> None:
+        self.shares_prompt = isinstance(prompt, SharedPrompt)
         if isinstance(prompt, SharedPrompt):
             self.token_ids, self.block_hashes = prompt.token_ids, prompt.block_hashes
         else:
-            self.token_ids = array("i", prompt)  # the prompt, then every output whose value has reached the host
-            self.block_hashes = []  # of its full blocks, chained
-        self.num_prompt_tokens = len(self.token_ids)
-        self.sampling = sampling
-        # Tokens that end it, from min_tokens on.
+            self.token_ids, self.block_hashes = array("i", prompt), []
+        self.num_prompt_tokens, sampling = len(self.token_ids), self.sampling
         self.ends = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
-        self.priority = priority
-        self.cache_salt = cache_salt
-        self.arrival = arrival
-        self.tenant = tenant  # among whom the queue is shared
-        self.first_scheduled: float | None = None  # time.monotonic()
-        self.last_sampled = -1  # index of the plan that has its newest sample
-        self.longest = self.num_prompt_tokens + sampling.max_tokens  # tokens with which it ends at last
-        self.status = Status.WAITING
-        self.finish_reason: FinishReason | None = None
-        self.stop_reason: int | None = None  # the stop token id; None for EOS
-        self.row: int | None = None  # of the device tables, for as long as it runs
-        self.slot = -1  # of its adapter, for as long as it runs
-        # Advanced when a step is scheduled, not when its result arrives. With drafts in flight it is an upper bound, as
-        # is the number of tokens in flight: how many of the drafts hold, the device knows.
-        self.num_computed_tokens = 0
-        self.num_in_flight_tokens = 0  # sampled on the device, value not yet on the host
-        self.num_in_flight_drafts = 0  # of them, those that may turn out wrong
-        self.num_in_flight_steps = 0  # scheduled steps that contain it and have not returned
-        self.num_cached_tokens: int | None = None  # prefix hit of its first admission
-        self.num_preemptions = 0
-        self.grammar = grammar  # has accepted the outputs in `token_ids`
-        # Of prompt tokens 1 …, as they arrive; None where nobody asked, or once they have been sent.
-        self.prompt_logprobs: list[TokenLogprobs] | None = None if sampling.prompt_logprobs is None else []
+        self.longest = self.num_prompt_tokens + sampling.max_tokens
+        self.prompt_logprobs = None if sampling.prompt_logprobs is None else []
 
     def own_prompt(self) -> None:
         """From now on its tokens and hashes are its own."""

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from ..adapters.book import AdapterBook
+from ..errors import require
 from ..link.messages import EngineStats, RequestOutput
 from ..link.plan import NOT_FINITE, NOTHING_ALLOWED, StepPlan, StepResult, TokenLogprobs
 from ..options.config import SchedulerConfig
-from .invariants import check_scheduler
 from .kv_cache import KVCacheManager
 from .planner import Planner
 from .prompt_results import PromptResults
@@ -32,10 +32,10 @@ class Scheduler:
         drafted = (min(most, config.max_num_seqs) * (1 + drafts) for most, drafts in config.draft_depths)
         assert max(drafted, default=0) <= config.max_num_batched_tokens, "and with drafts, too"
         assert 1 + config.depth * config.max_drafts <= config.max_num_batched_tokens, "what windows keep of a request"
-        assert config.policy in ("fcfs", "priority") and config.depth >= 1
+        assert config.scheduling_policy in ("fcfs", "priority") and config.depth >= 1
         self.config = config
         self.kv = KVCacheManager(config)
-        self.roster = Roster(config.max_num_seqs, by_priority=config.policy == "priority")
+        self.roster = Roster(config.max_num_seqs, by_priority=config.scheduling_policy == "priority")
         self.in_flight: deque[Step] = deque()
         self.prompt_results = PromptResults()
         self.adapters = AdapterBook(config.max_loras, config.max_cpu_loras) if config.max_loras else None
@@ -196,12 +196,12 @@ class Scheduler:
             reason, error = FinishReason.ERROR, self.kv.too_small(request)
         return self._finish(request, reason, tokens, logprobs, error)
 
-    def _problem(self, request: Request, token: int, result: StepResult, place: int) -> str:
-        """Why this token of the request is none, or "". `place`: of the token in the result."""
-        if place in result.errors:
-            if result.errors[place] != NOTHING_ALLOWED:
+    def _problem(self, request: Request, token: int, result: StepResult, index: int) -> str:
+        """Why this token of the request is none, or "". `index`: of the token in the result."""
+        if index in result.errors:
+            if result.errors[index] != NOTHING_ALLOWED:
                 self._distrust(request)
-            return result.errors[place]
+            return result.errors[index]
         return request.grammar.accept(token) if request.grammar is not None else ""
 
     def _cache(self, request: Request) -> None:
@@ -323,5 +323,32 @@ class Scheduler:
         )  # fmt: skip
 
     def check_invariants(self, thorough: bool = False) -> None:
-        """Raises InvariantError where the books do not balance, busy or idle. O(requests); `thorough`: O(blocks)."""
-        check_scheduler(self, thorough)
+        """Raises InvariantError where the books do not balance, busy or idle. O(requests); `thorough`: O(blocks).
+
+        `assert` would say nothing under `python -O`.
+        """
+        running = self.roster.running
+        self.kv.check_invariants(running, thorough)
+        self.roster.check()
+        if self.adapters is not None:
+            self.adapters.check(Counter(request.adapter for request in running.values() if request.adapter))
+        steps = Counter(request for step in self.in_flight for request in step.scheduled)
+        samples: Counter[Request] = Counter()
+        drafts: Counter[Request] = Counter()
+        for step in self.in_flight:
+            samples.update(filter(None, step.sampled))
+            drafts.update(dict.fromkeys(filter(None, step.sampled[: step.num_drafting]), step.num_drafts))
+        for request in running.values():
+            computed = request.num_computed_tokens
+            pooled = request.sampling.pooling is not None and request.num_in_flight_steps > 0
+            require(computed < request.target + pooled, f"{request}: nothing left")
+            require(not request.num_in_flight_tokens or computed == request.target - 1, f"{request}: not one behind")
+        live = self.roster.find(self.roster.entries)
+        require(self.roster.num_constrained == sum(r.grammar is not None for r in live), "grammars miscounted")
+        self.prompt_results.check(live)
+        for request in live:
+            counted = (request.num_in_flight_steps, request.num_in_flight_tokens, request.num_in_flight_drafts)
+            in_flight = (steps[request], samples[request] + drafts[request], drafts[request])
+            require(counted == in_flight, f"{request}: what is in flight is miscounted")
+            pooled = request.sampling.pooling is not None
+            require(request.num_tokens <= self.stop + pooled, f"{request}: should have ended")

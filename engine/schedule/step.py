@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ..link.plan import AdapterCopy, BlockWrite, NewRow, StepPlan
@@ -13,47 +14,31 @@ if TYPE_CHECKING:
     from .prompt_results import PromptResults
 
 
+@dataclass(slots=True, eq=False)
 class Step:
     """A plan while it is made, and what its result will need while it is in flight."""
 
-    __slots__ = (
-        "adapters",
-        "admitted",
-        "appended",
-        "budget",
-        "constrained",
-        "filled",
-        "index",
-        "limit",
-        "num_drafting",
-        "num_drafts",
-        "pooled",
-        "registered",
-        "sampled",
-        "scheduled",
-        "scored",
-        "told",
-        "total",
-    )
+    index: int
+    budget: int  # tokens that the step may still compute
+    limit: int = field(init=False)  # of them, at its beginning
+    total: int = 0  # tokens planned
+    num_drafts: int = 0  # of each request that decodes, but for those that take none
+    num_drafting: int = 0  # requests with drafts: the first ones of `sampled`
+    scheduled: dict[Request, int] = field(default_factory=dict)  # → query length, in the order of the passes
+    appended: dict[Request, int] = field(default_factory=dict)  # → entries appended to its block table, hits included
+    filled: list[Request] = field(default_factory=list)  # may complete a block in this step
+    admitted: dict[Request, int] = field(default_factory=dict)  # → tokens of its prefix hit
+    sampled: list[Request | None] = field(default_factory=list)  # None: its sample is to be thrown away
+    registered: Registered = field(default_factory=list)
+    # → the first token computed: the log-probabilities come from there
+    scored: list[tuple[Request, int]] = field(default_factory=list)
+    pooled: list[Request | None] = field(default_factory=list)  # whose prompts end here; None: to be thrown away
+    adapters: list[AdapterCopy] = field(default_factory=list)  # that get a slot with this step
+    constrained: bool = False  # a grammar limits what some row samples
+    told: list[Request] = field(default_factory=list)  # whose drafts for the step to come its result brings
 
-    def __init__(self, index: int, budget: int) -> None:
-        self.index = index
-        self.limit = budget  # tokens the step may compute
-        self.budget = budget  # of them left
-        self.total = 0  # tokens planned
-        self.num_drafts = 0  # of each request that decodes, but for those that take none
-        self.num_drafting = 0  # requests with drafts: the first ones of `sampled`
-        self.scheduled: dict[Request, int] = {}  # → query length, in the order of the passes
-        self.appended: dict[Request, int] = {}  # → entries appended to its block table, hits included
-        self.filled: list[Request] = []  # may complete a block in this step
-        self.admitted: dict[Request, int] = {}  # → tokens of its prefix hit
-        self.sampled: list[Request | None] = []  # None: its sample is to be thrown away
-        self.registered: Registered = []
-        self.scored: list[tuple[Request, int]] = []  # → the first token computed: the log-probabilities come from there
-        self.pooled: list[Request | None] = []  # whose prompts end in this step; None: to be thrown away
-        self.adapters: list[AdapterCopy] = []  # that get a slot with this step
-        self.constrained = False  # a grammar limits what some row samples
-        self.told: list[Request] = []  # whose drafts for the step to come its result brings
+    def __post_init__(self) -> None:
+        self.limit = self.budget
 
     def freeze(self, kv: KVCacheManager, prompts: PromptResults, some_have_grammars: bool, drafts: bool) -> StepPlan:
         """The plan, which shares nothing with the scheduler. What it computes counts as computed from here on.

@@ -24,7 +24,7 @@ class StepWatch:
         self._pool = kv.pool
         self._send = send
         self._reports: list[StepReport] = []
-        self._sent = time.monotonic()
+        self._sent = self._latest = time.monotonic()
         num_blocks = kv.pool.num_blocks - 1  # block 0 is nobody's
         self._per_cell = -(-num_blocks // MAX_CELLS)
         self._num_cells = -(-num_blocks // self._per_cell)
@@ -46,9 +46,11 @@ class StepWatch:
             rows[MAX_REQUESTS // 2 :] = islice(reversed(step.scheduled.items()), MAX_REQUESTS // 2)
         return [(r.id, new, r.num_computed_tokens - new < r.num_prompt_tokens) for r, new in rows]
 
-    def add(self, report: StepReport) -> None:
+    def add(self, report: StepReport, now: float) -> None:
+        """`now`: time.monotonic()."""
         self._reports.append(report)
-        if report.time - self._sent >= INTERVAL:
+        self._latest = now
+        if now - self._sent >= INTERVAL:
             blocks = self._look(self._next_cell, min(self._next_cell + self._part, self._num_cells))
             self._next_cell = (blocks.start + len(blocks.used)) % self._num_cells
             self._flush(blocks)
@@ -59,7 +61,7 @@ class StepWatch:
             self._flush(self._look(0, self._num_cells))
 
     def _flush(self, blocks: BlockMap) -> None:
-        self._sent = self._reports[-1].time
+        self._sent = self._latest
         reports, self._reports = self._reports[-MAX_STEPS:], []
         self._send(StepReports(reports, blocks))
 

@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
 from ..adapters.layout import AdapterStore
 from ..describe.divide import more_cards
 from ..describe.model_config import ModelConfig
-from ..link.messages import EngineInfo, Progress
+from ..link.messages import Progress
 from ..options.config import EngineConfig
-from ..ranks.effort import stepping
 from ..ranks.executor import RanksExecutor
-from ..ranks.hang import StepLimit
+from ..ranks.hang import StepLimit, stepping
 from ..ranks.messages import Seat
 from ..ranks.peers import Peers
-from ..step.executor import Executor, ThreadExecutor, steps_in_flight
+from ..step.executor import Executor, ThreadExecutor
 from ..step.runner import ModelRunner
 from .rank import ALONE, Rank
 
@@ -31,16 +28,12 @@ class Engine:
     ) -> None:  # fmt: skip
         """`before_memory`: see Rank."""
         self.rank = rank = Rank(config, report, before_memory, seat)
-        settings, runner = rank.settings, rank.runner
-        self.vocab_size = settings.vocab_size
-        depth = rank.stage.count + 1 if rank.stage.count > 1 else steps_in_flight(runner.device)
-        self.scheduler_config = settings.scheduler_config(runner.layout.windows, depth)
-        self.info: EngineInfo = msgspec.structs.replace(
-            settings.info(rank.seconds, rank.quantization), experts=rank.experts, **served(rank.model.config)
-        )
-        if runner.device.type == "cuda" and config.fits_cache:
+        self.settings = settings = rank.settings
+        fields = {"experts": rank.experts, **served(rank.model.config)}
+        if rank.runner.device.type == "cuda" and config.fits_cache:
             more = more_cards(rank.model.config, config, settings.plan.weights, settings.plan.cache)
-            self.info = msgspec.structs.replace(self.info, more_cards=(more.option, more.size, more.times))
+            fields["more_cards"] = (more.option, more.size, more.times)
+        self.info = settings.info(rank.seconds, rank.quantization, **fields)
 
     @property
     def adapter_store(self) -> AdapterStore | None:

@@ -40,8 +40,7 @@ from ..schedule.pacing import Kind, Pacer
 from ..schedule.scheduler import Scheduler
 from ..schedule.watch import StepWatch
 from ..step.executor import Executor
-from ..step.mask import bound, guides, make_mask
-from ..step.mask_threads import MaskThreads, Patience
+from ..step.mask import MaskThreads, Patience, bound, guides, make_mask
 from .arrivals import Arrivals
 
 logger = logging.getLogger(__name__)
@@ -55,12 +54,8 @@ TURN = 2e-3  # seconds of taking in what has arrived, then steps have their turn
 class InFlight:
     """What is remembered of a plan until its result is in."""
 
-    step: int
-    num_requests: int
-    num_tokens: int
-    num_decodes: int
+    record: StepRecord
     kind: Kind
-    host_seconds: float
     watched: list[tuple[int, int, bool]] | None  # StepWatch.rows, where somebody watches
 
 
@@ -140,7 +135,7 @@ class EngineLoop:
         """
         if len(self._plans) != 1 or self.config.depth == 1 or self._unsampled or self.scheduler.roster.waiting:
             return False
-        if self.config.num_stages > 1:
+        if self.config.pipeline_parallel_size > 1:
             return False  # the first stage idles already
         if self._is_behind or self._inbox:
             return False  # there is something to take in meanwhile
@@ -258,12 +253,8 @@ class EngineLoop:
             spent = now - started
             self._pacer.launched(plan, spent, not self._plans, now)
             watched = StepWatch.rows(self.scheduler.in_flight[-1]) if self._watch is not None else None
-            self._plans.append(
-                InFlight(
-                    plan.step, len(plan.rows), plan.total_tokens, plan.num_decodes, self._pacer.kind(plan), spent,
-                    watched,
-                )
-            )  # fmt: skip
+            record = StepRecord(plan.step, 0.0, len(plan.rows), plan.total_tokens, plan.num_decodes, spent)
+            self._plans.append(InFlight(record, self._pacer.kind(plan), watched))
             if constrained:
                 self._unsampled = True
                 if len(self._plans) == 1:
@@ -290,16 +281,17 @@ class EngineLoop:
         try:
             self.executor.sample(mask)
         except Exception as error:
-            self._fail(self._plans.pop().step, error)
+            self._fail(self._plans.pop().record.step, error)
             return
-        self._plans[-1].host_seconds += time.perf_counter() - started
+        self._plans[-1].record.host_seconds += time.perf_counter() - started
 
     def _finish_oldest(self, oldest: asyncio.Future[StepResult]) -> None:
         plan = self._plans.popleft()
+        record = plan.record
         try:
             result = oldest.result()
         except Exception as error:
-            self._fail(plan.step, error)
+            self._fail(record.step, error)
             return
         started = time.perf_counter()
         self._pacer.finished(plan.kind, result.device_seconds, started)
@@ -312,24 +304,16 @@ class EngineLoop:
             for guide in guides(sampled):
                 if guide.slow and guide.binds(0):  # it is in no step until its mask is there
                     self.masks.begin(guide)
-        host_seconds = plan.host_seconds + time.perf_counter() - started
-        self._host_seconds += host_seconds
+        record.time, record.device_seconds = time.time(), result.device_seconds
+        record.host_seconds += time.perf_counter() - started
+        self._host_seconds += record.host_seconds
         self._device_seconds += result.device_seconds
-        self.history.append(
-            StepRecord(
-                plan.step, time.time(), plan.num_requests, plan.num_tokens, plan.num_decodes, host_seconds,
-                result.device_seconds,
-            )
-        )  # fmt: skip
-        self._emit(outputs, plan.num_tokens)
+        self.history.append(record)
+        self._emit(outputs, record.num_tokens)
         if self._events is not None:
             self._events.flush()
         if self._watch is not None and plan.watched is not None:
-            report = StepReport(
-                plan.step, time.monotonic(), round(1e6 * host_seconds), round(1e6 * result.device_seconds),
-                plan.num_requests, plan.num_tokens, plan.num_decodes, plan.watched,
-            )  # fmt: skip
-            self._watch.add(report)
+            self._watch.add(StepReport(record, plan.watched), time.monotonic())
         if not self.scheduler.has_unfinished() and not self._plans:
             self._check_books()
 

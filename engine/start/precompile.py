@@ -1,9 +1,4 @@
-"""Compiles kernels in parallel at a cold start: a process compiles one after the other, and the machine has many cores.
-
-Each helper process runs a share of the warm-up on a copy of the model with few layers and made-up weights.
-What it compiles lands in Triton's cache on disk, where the engine finds it. Meanwhile the engine imports torch and
-reads the weights.
-"""
+"""Kernels compiled in parallel at a cold start, or before anybody waits for them, and the cache that keeps them."""
 
 from __future__ import annotations
 
@@ -16,17 +11,19 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import ModelError
+from ..errors import ConfigError, ModelError
 from ..files.model_file import read_config
+from ..link.messages import Progress
 from ..options.cgroup import num_cores
 from ..options.config import EngineConfig
 from ..options.model_path import find_model, is_gguf
 from ..options.speculation import read_speculation
-from .kernel_cache import kernel_cache
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +32,44 @@ if TYPE_CHECKING:
     from ..describe.model_config import ModelConfig
     from ..speculation.loading import Draft
 
+
+def kernel_cache() -> Path:
+    """TRITON_CACHE_DIR or TRITON_HOME where they are set; else kernels/ in VSERVE_CACHE, else in the user's cache."""
+    if folder := os.environ.get("TRITON_CACHE_DIR"):
+        return Path(folder)
+    if home := os.environ.get("TRITON_HOME"):
+        return Path(home) / ".triton" / "cache"
+    if folder := os.environ.get("VSERVE_CACHE"):
+        return Path(folder).expanduser() / "kernels"
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "vserve" / "kernels"
+
+
+def use_kernel_cache() -> Path:
+    """Tells Triton, in this process and those that it starts; before Triton is used."""
+    os.environ["TRITON_CACHE_DIR"] = str(folder := kernel_cache())
+    return folder
+
+
+@dataclass(frozen=True)
+class CacheSize:
+    kernels: int  # compiled for a card
+    num_bytes: int
+
+    @classmethod
+    def of(cls, folder: Path) -> CacheSize:
+        files = [path for path in folder.rglob("*") if path.is_file()] if folder.is_dir() else []
+        return cls(sum(path.suffix == ".cubin" for path in files), sum(path.stat().st_size for path in files))
+
+
 logger = logging.getLogger(__name__)
+
+# Options that no kernel depends on.
+UNRELATED = (
+    "model", "seed", "load_format", "revision", "download_dir", "backlog_steps", "kv_events_config",
+    "prefix_cache_seed", "cpu_threads", "data_parallel_size", "distributed_executor_backend", "nnodes", "node_rank",
+    "master_addr", "master_port", "host_ip", "cluster_secret", "distributed_timeout_seconds",
+    "ray_workers_use_nsight",
+)  # fmt: skip
 
 MAX_HELPERS = 8
 SLOW_STARTS = 2  # helpers, the first: what warm_up_steps has them begin with takes longest to compile
@@ -116,8 +150,8 @@ def helpers_beside(
     from ..describe.divide import stage_layers
     from ..describe.model_config import ModelConfig, few_layers
     from ..parallel.pipeline import Stage
-    from ..planning.draft_size import draft_bytes
     from ..planning.shape import kept_weights, shape_of
+    from ..planning.weight_size import draft_bytes
 
     size, whole, stages = config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size
     kept = kept_weights(model, dtype)
@@ -147,28 +181,8 @@ def fingerprint(config: EngineConfig) -> str:
             described = read_config(Path(model).expanduser()) if model else {}
             digest.update(json.dumps(described, sort_keys=True).encode())
     options = dataclasses.asdict(config)
-    for unrelated in (
-        "model",
-        "seed",
-        "load_format",
-        "revision",
-        "download_dir",
-        "backlog_steps",
-        "kv_events_config",
-        "prefix_cache_seed",
-        "cpu_threads",
-        "data_parallel_size",
-        "distributed_executor_backend",
-        "nnodes",
-        "node_rank",
-        "master_addr",
-        "master_port",
-        "host_ip",
-        "cluster_secret",
-        "distributed_timeout_seconds",
-        "ray_workers_use_nsight",
-    ):
-        options.pop(unrelated)
+    for name in UNRELATED:
+        options.pop(name)
     digest.update(json.dumps(options, sort_keys=True).encode())
     return digest.hexdigest()[:32]
 
@@ -181,11 +195,11 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     from ..describe.model_config import few_layers
     from ..describe.reading import read_model_config
     from ..parallel.group import SingleGroup
-    from ..planning.resolved import resolve
+    from ..planning.settings import resolve
     from ..speculation.loading import find_draft, load_drafter
     from ..step.runner import ModelRunner
     from . import rank, warm_steps
-    from .make_adapters import make_tables
+    from .rank import make_tables
     from .warm_steps import GREEDY
 
     machine = rank.open_machine(dataclasses.replace(config, device="cuda"))
@@ -206,7 +220,8 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     if index >= count:
         return
     context = min(settings.max_model_len, max(LONGEST_CONTEXT, settings.max_num_batched_tokens))
-    settings = dataclasses.replace(settings, max_model_len=context, load_format="dummy")
+    made_up = dataclasses.replace(config, load_format="dummy")
+    settings = dataclasses.replace(settings, config=made_up, max_model_len=context)
     model = rank.load(folder, few_layers(whole), settings, SingleGroup(0, config.tensor_parallel_size))
     drafter = None if draft is None else load_drafter(draft, model, context, few=whole)
     runner = rank.make_runner(model, settings, format, drafter)
@@ -221,7 +236,7 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     for step in [*steps[:1], *later[:num_early]]:
         runner.dummy_step(*step)
     # No more slots than tell whether products add adapters' shares (linear_hopper.py): each helper has them all.
-    slots = min(settings.max_loras, MOST_LOW_COLUMNS // padded_rank(settings.max_lora_rank) + 1)
+    slots = min(settings.max_loras, MOST_LOW_COLUMNS // padded_rank(config.max_lora_rank) + 1)
     runner.adapters = make_tables(model, dataclasses.replace(settings, max_loras=slots), config.download_dir)
     if runner.adapters is not None:
         more = warm_steps.adapter_prompts(runner)
@@ -238,12 +253,57 @@ def adapted_share(steps: list[tuple[int, int]], count: int, index: int) -> list[
     """Of steps with adapters: the last helper has the first of them, and those whose own first steps take longest have
     none if there are enough others."""
     sharing = count - SLOW_STARTS if count > 2 * SLOW_STARTS else count
-    place = count - 1 - index
-    return steps[place::sharing] if place < sharing else []
+    position = count - 1 - index
+    return steps[position::sharing] if position < sharing else []
+
+
+@dataclass(frozen=True)
+class Warmed:
+    device: str
+    folder: Path  # the cache
+    before: CacheSize
+    after: CacheSize
+    phases: dict[str, float]  # seconds
+    seconds: float  # in all
+
+
+def warm(config: EngineConfig, report: Callable[[Progress], None]) -> Warmed:
+    """Compiles what a server with these options will run on this card; of the model only its config.json is read.
+
+    Kernels are compiled for the card that torch sees, so there has to be one: which tiles and which variants a step
+    takes is asked of it. Raises ConfigError.
+    """
+    started = time.monotonic()
+    if config.device == "cpu":
+        raise ConfigError("--device cpu: nothing is compiled for the CPU, so there is nothing to warm")
+    folder = use_kernel_cache()
+    report(Progress("imports"))
+    import torch
+
+    from ..describe.model_source import resolve_model_path
+    from .engine import Engine
+
+    if not torch.cuda.is_available():
+        raise ConfigError(
+            "torch sees no card here, and kernels are compiled on the kind of card that will run them: run `vserve "
+            "warm` there, with the folder or volume of the deployment's cache (VSERVE_CACHE)"
+        )
+    path = resolve_model_path(config.model, config.revision, config.download_dir, "dummy", config.trust_remote_code)
+    config = dataclasses.replace(config, model=str(path), load_format="dummy")
+    before = CacheSize.of(folder)
+    helpers = Precompile.start(config)
+    try:
+        engine = Engine(config, report, helpers.wait if helpers is not None else lambda: None)
+    finally:
+        if helpers is not None:
+            helpers.kill()
+    info = engine.info
+    seconds = time.monotonic() - started
+    return Warmed(info.device, folder, before, CacheSize.of(folder), info.startup_seconds, seconds)
 
 
 if __name__ == "__main__":
-    from ..link.child import die_with_parent
+    from ..link.logs import die_with_parent
 
     options, count, index, parent = sys.argv[1:]
     die_with_parent(int(parent))

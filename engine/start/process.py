@@ -17,18 +17,17 @@ from ..errors import ConfigError
 from ..files.prefetch import Prefetch
 from ..grammar import grammar_libraries
 from ..link import logs
-from ..link.child import die_with_parent, dump_stacks_on_signal
 from ..link.clients import FIRST, Clients
 from ..link.connection import Connection
+from ..link.logs import die_with_parent, dump_stacks_on_signal
 from ..link.messages import AddRequest, EngineStart, Failure, FromEngine, Heartbeat, Progress, ToEngine
 from ..options.config import EngineConfig
 from ..options.kv_events_settings import settings
-from ..ranks.cluster_messages import Asked, Word
+from ..ranks.messages import Asked, Word
 from ..ranks.peers import Peers, RankLost, share_of_threads
 from ..schedule.kv_events import Publisher
 from . import faults
-from .kernel_cache import use_kernel_cache
-from .precompile import Precompile
+from .precompile import Precompile, use_kernel_cache
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +36,12 @@ LAST_WORDS = 5.0  # seconds for the API process to read them
 GUESTS_LAST_WORDS = 1.0  # and for those beside it: one that hangs must not hold up the next engine
 
 
-async def run_engine(
-    config: EngineConfig, send: Callable[[FromEngine], None], attach: Callable[[Callable[[ToEngine], None]], None]
-) -> None:
+Send = Callable[[FromEngine], None]
+Submit = Callable[[ToEngine], None]
+Attach = Callable[[Submit], None]
+
+
+async def run_engine(config: EngineConfig, send: Send, attach: Attach) -> None:
     """Loads, says EngineInfo, and steps until a Shutdown. `attach` receives the function that takes messages.
 
     Raises ConfigError or ModelError for what the user can mend, RankLost, anything else for what the user cannot.
@@ -50,7 +52,7 @@ async def run_engine(
     try:
         await peers.start()
         if (launched := peers.launched) is not None:
-            send, attach = told_to(launched.say, send, attach)
+            send, attach = heard_by(launched.say, send, attach)
         await run_rank_zero(config, peers, send, attach)
     except BaseException:
         peers.close(patience=0.0)  # they wait for rank 0, and read nothing
@@ -58,18 +60,14 @@ async def run_engine(
     peers.close()
 
 
-def told_to(
-    say: Callable[[Word], None],
-    send: Callable[[FromEngine], None],
-    attach: Callable[[Callable[[ToEngine], None]], None],
-) -> tuple[Callable[[FromEngine], None], Callable[[Callable[[ToEngine], None]], None]]:
+def heard_by(say: Callable[[Word], None], send: Send, attach: Attach) -> tuple[Send, Attach]:
     """`send` and `attach` of an engine of which others hear as well."""
 
     def send_and_say(message: FromEngine) -> None:
         send(message)
         say(message)
 
-    def attach_heard(submit: Callable[[ToEngine], None]) -> None:
+    def attach_heard(submit: Submit) -> None:
         def heard(message: ToEngine) -> None:
             if isinstance(message, AddRequest):
                 say(Asked.of(message))
@@ -80,12 +78,7 @@ def told_to(
     return send_and_say, attach_heard
 
 
-async def run_rank_zero(
-    config: EngineConfig,
-    peers: Peers,
-    send: Callable[[FromEngine], None],
-    attach: Callable[[Callable[[ToEngine], None]], None],
-) -> None:
+async def run_rank_zero(config: EngineConfig, peers: Peers, send: Send, attach: Attach) -> None:
     """As `run_engine`, whose other ranks have been started."""
     loop = asyncio.get_running_loop()
 
@@ -121,7 +114,7 @@ async def run_rank_zero(
         executor = engine.executor(peers)
         leaving.callback(executor.close)
         steps = EngineLoop(
-            engine.scheduler_config, executor, send, vocab_size=engine.vocab_size, seed=config.seed,
+            engine.settings, executor, send, vocab_size=engine.settings.vocab_size, seed=config.seed,
             shares_thread=config.engine_in_process, adapters=engine.adapter_store,
             other_adapters=peers.stores if len(peers) else None,
         )  # fmt: skip
@@ -141,7 +134,7 @@ async def run_rank_zero(
 async def serve(sock: socket.socket, listener: socket.socket | None = None) -> int:
     """Returns the exit code. `listener`: where further clients come."""
     configured: asyncio.Future[EngineConfig] = asyncio.get_running_loop().create_future()
-    submit: Callable[[ToEngine], None] | None = None
+    submit: Submit | None = None
     early: list[ToEngine] = []
     clients: Clients | None = None
 
@@ -159,7 +152,7 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
         else:
             early.append(message)
 
-    def attach(function: Callable[[ToEngine], None]) -> None:
+    def attach(function: Submit) -> None:
         nonlocal submit
         gc.collect()
         gc.freeze()  # what start-up made lives as long as the process: the collector need not look at it again
@@ -170,7 +163,7 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
     # Without the API process there is nobody to serve; os._exit because a step may be running on another thread.
     connection = await Connection.open(sock, EngineStart | ToEngine, receive, lambda _: os._exit(0))
     loop = asyncio.get_running_loop()
-    send: Callable[[FromEngine], None] = connection.send
+    send: Send = connection.send
     clients = None
     if listener is not None:
         clients = Clients(connection.send, take)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +13,8 @@ import torch
 
 from ...kernels.linear.cublaslt import accumulate_in_fp32
 from ..adapters.adapter import Adapter
-from ..adapters.layout import find_adapter
+from ..adapters.layout import AdapterStore, SlotLayout, find_adapter
+from ..adapters.tables import AdapterTables
 from ..cache.kv_format import KVFormat, loaded_format
 from ..describe.divide import check_divides, check_stages, stage_layers
 from ..describe.model_config import ModelConfig
@@ -26,35 +25,27 @@ from ..link.messages import Progress
 from ..models.model import Model
 from ..options.config import EngineConfig, default_cpu_threads
 from ..parallel.group import LOCAL, TIMEOUT, Group, gather
-from ..parallel.join import join
+from ..parallel.join import Rendezvous
 from ..parallel.pipeline import WHOLE, Stage, form_ring
-from ..parallel.rendezvous import Rendezvous
-from ..planning.cpu_memory import check_rows
-from ..planning.draft_size import draft_bytes
-from ..planning.encoder_limits import plan_encoder
-from ..planning.host_memory import available_bytes, machine_bytes
-from ..planning.memory import WORST_SAMPLING, plan_memory, weight_bytes
-from ..planning.resolved import Fitted, Machine, Resolved, resolve, step_limits
-from ..planning.shortage import is_out_of_memory, out_of_memory
-from ..planning.weight_size import check_weights
+from ..planning.host_memory import MACHINE, available_bytes, is_out_of_memory, machine_bytes, out_of_memory
+from ..planning.memory import WORST_SAMPLING, check_rows, plan_encoder, plan_memory, weight_bytes
+from ..planning.settings import Fitted, Machine, Settings, resolve, step_limits
+from ..planning.weight_size import check_weights, draft_bytes
 from ..quant.matrix import has_kernels
-from ..ranks.agreement import check_equal, union
+from ..ranks.agreement import check_equal, eager_across_hosts, find_rendezvous, meet, union, wait_for_ranks
 from ..ranks.messages import Seat
-from ..ranks.network import advice
-from ..speculation.loading import find_draft, load_drafter
+from ..schedule.planner import FEW_DECODES
+from ..speculation.loading import Draft, find_draft, load_drafter
 from ..speculation.model_drafter import ModelDrafter
 from ..step.encoder_runner import EncoderRunner
 from ..step.graphs import StepGraphs
 from ..step.runner import ModelRunner
-from ..weights.loader import load_model
-from .described import describe, told
-from .expert_info import describe_experts, told_of_experts
-from .make_adapters import make_tables
+from ..weights.loader import load_model, whole_of
+from .described import describe, describe_experts, experts_log_line, log_line
 from .warm_steps import GREEDY, adapter_prompts, adapter_steps, draft_steps, prompt_steps, warm_up_steps
 
 logger = logging.getLogger(__name__)
 ALONE = Seat()
-GRAPHS_ACROSS_HOSTS = (2, 30, 4)  # NCCL's version
 
 
 class Rank:
@@ -70,76 +61,32 @@ class Rank:
         """`before_memory` is called when the weights are there, before the card's memory is measured."""
         self.seconds: dict[str, float] = {}  # of each phase
         self._report = report
-        self._config = config
-        self._asked: Resolved | None = None
+        self._seat = seat
+        self._settings: Settings | None = None  # before memory is planned
         self._weights = self._drafts = 0  # bytes; of who drafts, known beforehand
+        self._config = config
         with self._phase("device"):
             machine = open_machine(config, seat.card)
-        config = self._config = eager_across_hosts(config, seat, machine.device)
+        self._config = config = eager_across_hosts(config, seat, machine.device)
         patience = max(timedelta(seconds=config.distributed_timeout_seconds), TIMEOUT)
         with self._phase("config"):
             rendezvous = find_rendezvous(seat, patience)
             path = resolve_model_path(
                 config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
             )
-            model_config = read_model_config(path, config)
-            if (foreign := model_config.foreign) is not None:
-                logger.info("%s", foreign.log_line(config.model_impl))
-            self._asked = asked = resolve(config, model_config, machine)
-            _warn(asked.notices)
-            if limits := step_limits(config, asked):
-                logger.info("%s", limits)
-            draft = None
-            if asked.speculation.by_model:
-                draft = find_draft(
-                    asked.speculation, path, model_config, config.download_dir, config.tensor_parallel_size,
-                    config.enable_expert_parallel,
-                )  # fmt: skip
-                asked = dataclasses.replace(asked, speculative_config=told_method(asked, draft.settings.method))
-                self._drafts = draft_bytes(
-                    draft, model_config, asked.dtype, config.tensor_parallel_size, config.enable_expert_parallel,
-                    machine.device.type == "cuda",
-                )  # fmt: skip
-            if note := getattr(model_config.quantization, "note", None):
-                logger.warning("--quantization %s: %s", config.quantization, note)
-            num_stages = config.pipeline_parallel_size
-            check_stages(model_config, num_stages, config.stage_layers)
-            check_divides(model_config, seat.size // num_stages, config.enable_expert_parallel)
-            symmetric = not config.disable_custom_all_reduce
+            described = read_model_config(path, config)
+            settings, draft = self._resolve(path, described, machine)
             wait_for_ranks(rendezvous, "files")
-            self.world = meet(seat, machine.device, symmetric, num_stages, patience, rendezvous)
-            check_equal(self.world, asked)
-            layers = stage_layers(model_config, num_stages, config.stage_layers)
-            one_host = seat.rendezvous.startswith(LOCAL)
-            self.group, self.stage = form_ring(self.world, num_stages, machine.device, symmetric, layers, one_host)
-            if num_stages > 1:
-                logger.info("layers of the %d stages: %s", num_stages, ", ".join(str(len(part)) for part in layers))
+            self._meet(described, settings, patience, rendezvous)
         with self._phase("weights"):
-            self.model = load(
-                path, model_config, asked, self.group, lambda done, total: report(Progress("weights", done, total)),
-                lambda *sizes: self._admit(model_config, *sizes), config.merge_lora, self.stage,
-            )  # fmt: skip
-            drafter = None if draft is None else load_drafter(draft, self.model, asked.max_model_len)
-            self.quantization = describe(self.model)
-            if self.quantization:
-                logger.info("%s", told(self.quantization))
-            self.experts = describe_experts(self.model)
-            if self.experts:
-                logger.info("%s", told_of_experts(self.experts))
+            drafter = self._load(path, described, settings, draft)
             wait_for_ranks(rendezvous, "weights")
         with self._phase("compilation"):
             before_memory()
             gather(self.world, machine.device, [0])  # the others find in the cache what rank 0 has had compiled
         with self._phase("memory"):
-            kv_format, told_of_cache = loaded_format(asked, self.model)
-            if told_of_cache:
-                logger.info("%s", told_of_cache)
-            self.runner = make_runner(self.model, asked, kv_format, drafter)
-            if not isinstance(self.runner, EncoderRunner):
-                self.runner.adapters = make_tables(self.model, asked, config.download_dir)
-            elif asked.max_loras:
-                raise ConfigError("--enable-lora: encoders are served without adapters, leave it out")
-            self.settings, graphs = take_memory(self.runner, config, asked, self.world)
+            self.runner = self._make_runner(settings, drafter)
+            self.settings, graphs = take_memory(self.runner, settings, self.world)
         with self._phase("warm-up"):
             self.longest_step = warm_up(self.runner, self.settings, self.world)
         if graphs is not None:
@@ -148,6 +95,72 @@ class Rank:
                 capture(self.runner, graphs, self.settings)
         self.runner.count_compilations()
         self.num_threads = None if machine.device.type == "cuda" else machine.cpu_threads
+
+    def _resolve(self, path: Path, described: ModelConfig, machine: Machine) -> tuple[Settings, Draft | None]:
+        """The settings, and the checkpoint that drafts where one does. Raises ConfigError."""
+        config, draft = self._config, None
+        if (foreign := described.foreign) is not None:
+            logger.info("%s", foreign.log_line(config.model_impl))
+        self._settings = settings = resolve(config, described, machine)
+        _warn(settings.notices)
+        if limits := step_limits(config, settings):
+            logger.info("%s", limits)
+        size, whole_experts = config.tensor_parallel_size, config.enable_expert_parallel
+        if settings.speculation.by_model:
+            draft = find_draft(settings.speculation, path, described, config.download_dir, size, whole_experts)
+            settings = settings.drafted_by(draft.settings.method)
+            on_card = machine.device.type == "cuda"
+            self._drafts = draft_bytes(draft, described, settings.dtype, size, whole_experts, on_card)
+        if note := getattr(described.quantization, "note", None):
+            logger.warning("--quantization %s: %s", config.quantization, note)
+        check_stages(described, config.pipeline_parallel_size, config.stage_layers)
+        check_divides(described, self._seat.size // config.pipeline_parallel_size, whole_experts)
+        return settings, draft
+
+    def _meet(
+        self, described: ModelConfig, settings: Settings, patience: timedelta, rendezvous: Rendezvous | None
+    ) -> None:
+        """The group of all ranks, this rank's own, and its stage."""
+        config, seat, device = self._config, self._seat, settings.device
+        num_stages, symmetric = config.pipeline_parallel_size, not config.disable_custom_all_reduce
+        self.world = meet(seat, device, symmetric, num_stages, patience, rendezvous)
+        check_equal(self.world, settings)
+        layers = stage_layers(described, num_stages, config.stage_layers)
+        one_host = seat.rendezvous.startswith(LOCAL)
+        self.group, self.stage = form_ring(self.world, num_stages, device, symmetric, layers, one_host)
+        if num_stages > 1:
+            logger.info("layers of the %d stages: %s", num_stages, ", ".join(str(len(part)) for part in layers))
+
+    def _load(self, path: Path, described: ModelConfig, settings: Settings, draft: Draft | None) -> ModelDrafter | None:
+        """The model, and what drafts beside it."""
+
+        def admit(parameters: int, stored: int) -> None:
+            self._weights = check_weights(
+                self._config, described, settings.machine, settings.dtype, parameters, stored, self._drafts
+            )
+
+        def progress(done: int, total: int) -> None:
+            self._report(Progress("weights", done, total))
+
+        self.model = load(path, described, settings, self.group, progress, admit, self._config.merge_lora, self.stage)
+        drafter = None if draft is None else load_drafter(draft, self.model, settings.max_model_len)
+        self.quantization, self.experts = describe(self.model), describe_experts(self.model)
+        if self.quantization:
+            logger.info("%s", log_line(self.quantization))
+        if self.experts:
+            logger.info("%s", experts_log_line(self.experts))
+        return drafter
+
+    def _make_runner(self, settings: Settings, drafter: ModelDrafter | None) -> ModelRunner | EncoderRunner:
+        kv_format, line = loaded_format(settings, self.model)
+        if line:
+            logger.info("%s", line)
+        runner = make_runner(self.model, settings, kv_format, drafter)
+        if not isinstance(runner, EncoderRunner):
+            runner.adapters = make_tables(self.model, settings, self._config.download_dir)
+        elif settings.max_loras:
+            raise ConfigError("--enable-lora: encoders are served without adapters, leave it out")
+        return runner
 
     @contextmanager
     def _phase(self, name: str) -> Iterator[None]:
@@ -162,79 +175,13 @@ class Rank:
             raise ConfigError(self._explained(error, name)) from error
         self.seconds[name] = time.monotonic() - started
 
-    def _admit(self, model_config: ModelConfig, parameters: int, stored: int) -> None:
-        assert self._asked is not None
-        self._weights = check_weights(
-            self._config, model_config, self._asked.machine, self._asked.dtype, parameters, stored, self._drafts
-        )
-
     def _explained(self, error: Exception, phase: str) -> str:
-        place, free, total, limits = "the machine", available_bytes(), machine_bytes(), {}
-        if (asked := self._asked) is not None:
-            limits = {"max_model_len": asked.max_model_len, "max_num_seqs": asked.max_num_seqs}
-            if asked.device.type == "cuda":
-                place, (free, total) = asked.machine.name, torch.cuda.mem_get_info()
+        where, free, total, settings = MACHINE, available_bytes(), machine_bytes(), self._settings
+        if settings is not None and settings.device.type == "cuda":
+            where, (free, total) = settings.machine.name, torch.cuda.mem_get_info()
         return out_of_memory(
-            error, phase, self._config, place=place, free=free, total=total, weights=self._weights,
-            on_card=place != "the machine", **limits,
-        )  # fmt: skip
-
-
-def find_rendezvous(seat: Seat, patience: timedelta) -> Rendezvous | None:
-    """Before the model's files are looked for: a network that leads nowhere is said before they are downloaded. Raises
-    ConfigError."""
-    if seat.size == 1:
-        return None
-    with finding(seat):
-        return Rendezvous(seat.rank, seat.size, seat.rendezvous, patience, seat.listener)
-
-
-def wait_for_ranks(rendezvous: Rendezvous | None, what: str) -> None:
-    """Until all have these: how long hosts download or read may differ by more than a collective waits."""
-    if rendezvous is not None:
-        rendezvous.wait_for_all(what, lambda missing: logger.info(
-            "waiting for the model's %s of rank %s of %d", what, ", ".join(map(str, missing)), rendezvous.size
-        ))  # fmt: skip
-
-
-def meet(
-    seat: Seat, device: torch.device, symmetric: bool, num_stages: int, patience: timedelta,
-    rendezvous: Rendezvous | None,
-) -> Group:  # fmt: skip
-    """The group of all ranks. `patience`: also of each collective, which may be a long prompt's. Raises ConfigError
-    where those of other hosts are not found."""
-    with finding(seat):
-        return join(seat.rank, seat.size, seat.rendezvous, device, symmetric, num_stages, patience, rendezvous)
-
-
-class RanksApartError(ConfigError, RuntimeError):
-    """Ranks of several hosts do not find each other, because of their network. Or one of them is gone: whoever watches
-    their processes waits for that news, as after any RuntimeError of a rank."""
-
-
-@contextmanager
-def finding(seat: Seat) -> Iterator[None]:
-    """Raises RanksApartError."""
-    try:
-        yield
-    except RuntimeError as error:
-        if seat.rendezvous.startswith(LOCAL):
-            raise
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise RanksApartError(f"rank {seat.rank} does not find the others ({lines[0]}): {advice()}") from error
-
-
-def eager_across_hosts(config: EngineConfig, seat: Seat, device: torch.device) -> EngineConfig:
-    """Without graphs where NCCL stops for ever in those that reach over a network (2.28.9 has)."""
-    if seat.size == 1 or seat.rendezvous.startswith(LOCAL) or device.type != "cuda" or config.enforce_eager:
-        return config
-    if (found := torch.cuda.nccl.version()) >= GRAPHS_ACROSS_HOSTS:
-        return config
-    logger.warning(
-        "steps are launched kernel by kernel: ranks are on several hosts, and CUDA graphs reach over a network with "
-        "NCCL %s; it is %s", *(".".join(map(str, version)) for version in (GRAPHS_ACROSS_HOSTS, found)),
-    )  # fmt: skip
-    return dataclasses.replace(config, enforce_eager=True)
+            error, phase, self._config, settings, where=where, free=free, total=total, weights=self._weights
+        )
 
 
 def open_machine(config: EngineConfig, card: int = 0) -> Machine:
@@ -272,7 +219,7 @@ def _choose_device(config: EngineConfig, card: int) -> torch.device:
 def load(
     path: Path,
     model_config: ModelConfig,
-    settings: Resolved,
+    settings: Settings,
     group: Group,
     progress: Callable[[int, int], None] | None = None,
     admit: Callable[[int, int], None] | None = None,
@@ -281,15 +228,15 @@ def load(
 ) -> Model:
     """`merge`: folder of an adapter that becomes part of it."""
     return load_model(
-        path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.load_format,
-        max_model_len=settings.max_model_len, seed=settings.seed, progress=progress, admit=admit, group=group,
-        whole_experts=settings.enable_expert_parallel, stage=stage,
+        path, model_config, dtype=settings.dtype, device=settings.device, load_format=settings.config.load_format,
+        max_model_len=settings.max_model_len, seed=settings.config.seed, progress=progress, admit=admit, group=group,
+        whole_experts=settings.config.enable_expert_parallel, stage=stage,
         adapter=None if merge is None else Adapter.open(find_adapter(merge)), exact=settings.exact,
     )  # fmt: skip
 
 
 def make_runner(
-    model: Model, settings: Resolved, kv_format: KVFormat, drafter: ModelDrafter | None = None
+    model: Model, settings: Settings, kv_format: KVFormat, drafter: ModelDrafter | None = None
 ) -> ModelRunner | EncoderRunner:
     """Raises ConfigError where a machine's memory is too small for the rows. A card's is planned when they are made."""
     if not model.config.causal:
@@ -302,11 +249,7 @@ def make_runner(
                 f"{settings.machine.name} has {major}.{minor}: use --kv-cache-dtype fp8_e5m2"
             )
     if settings.device.type == "cpu":
-        check_rows(
-            model, weight_bytes(model, drafter), max_num_seqs=settings.max_num_seqs,
-            max_model_len=settings.max_model_len, max_num_batched_tokens=settings.max_num_batched_tokens,
-            block_size=settings.block_size,
-        )  # fmt: skip
+        check_rows(model, weight_bytes(model, drafter), settings)
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
         block_size=settings.block_size, device=settings.device, kv_format=kv_format,
@@ -315,23 +258,22 @@ def make_runner(
 
 
 def take_memory(
-    runner: ModelRunner | EncoderRunner, config: EngineConfig, settings: Resolved, world: Group
+    runner: ModelRunner | EncoderRunner, settings: Settings, world: Group
 ) -> tuple[Fitted, StepGraphs | None]:
     """Plans the memory, makes the rows as wide as the context that fits, and takes the cache."""
+    config = settings.config
     if isinstance(runner, EncoderRunner):
         plan = plan_encoder(runner, config, settings)
         logger.info("memory:\n%s", plan.table())
-        return settings.fitted(plan), None
+        return settings.fit(plan), None
     graphs = None
     if settings.uses_graphs:
-        graphs = runner.plan_graphs(
-            settings.max_cudagraph_capture_size, settings.mixed_step, settings.large_mixed_tokens
-        )
+        graphs = runner.plan_graphs(config.max_cudagraph_capture_size, settings.mixed_step, settings.large_mixed_tokens)
     shapes = graphs.shapes() if graphs else ()
     if graphs and runner.adapters is not None and runner.adapter_graphs is not None:
         shapes = [*shapes, *runner.adapter_graphs.shapes()]
     plan = plan_memory(runner, config, settings.dtype, settings.max_num_batched_tokens, shapes, world)
-    fitted = settings.fitted(plan)
+    fitted = settings.fit(plan)
     _warn(fitted.notices)
     if fitted.max_model_len != settings.max_model_len:
         runner.make_rows(fitted.max_model_len)
@@ -340,7 +282,7 @@ def take_memory(
     return fitted, graphs
 
 
-def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved, world: Group) -> float:
+def warm_up(runner: ModelRunner | EncoderRunner, settings: Settings, world: Group) -> float:
     """Compiles every kernel variant a request can meet: decode and prefill, small and large, greedy and sampled. All
     ranks take the same steps, whatever each of them holds: stages wait for one another in each.
     → seconds that the largest step takes on a card; 0 where it has no such step."""
@@ -365,17 +307,27 @@ def warm_up(runner: ModelRunner | EncoderRunner, settings: Resolved, world: Grou
     return min(seconds)
 
 
-def capture(runner: ModelRunner, graphs: StepGraphs, settings: Resolved) -> None:
+def capture(runner: ModelRunner, graphs: StepGraphs, settings: Settings) -> None:
     runner.capture_graphs(graphs)
     # What steps allocate beside their graphs is kept from here on: allocating later would stop the GPU.
     runner.dummy_step(settings.max_num_seqs, settings.max_num_batched_tokens, WORST_SAMPLING)
 
 
-def told_method(settings: Resolved, method: str) -> str:
-    """speculative_config with what the checkpoint turned out to be: /server_info shows it."""
-    return json.dumps(json.loads(settings.speculative_config) | {"method": method})
-
-
 def _warn(notices: tuple[str, ...]) -> None:
     for notice in notices:
         logger.warning(notice)
+
+
+def make_tables(model: Model, settings: Settings, download_dir: str | None) -> AdapterTables | None:
+    """None where no adapter is served. Raises ConfigError for target modules that the model does not have."""
+    if not settings.max_loras:
+        return None
+    layout = SlotLayout(model, settings.config.max_lora_rank, settings.config.lora_target_modules, whole_of(model))
+    device: torch.device = settings.device
+    store = AdapterStore(layout, settings.lora_dtype, device.type == "cuda", download_dir)
+    return AdapterTables(store, settings.max_loras, device, most_tokens(settings), settings.max_num_seqs)
+
+
+def most_tokens(settings: Settings) -> int:
+    """Of a step, padding included: graphs pad by less than there may be rows, or have room for a few decodes more."""
+    return settings.max_num_batched_tokens + max(settings.max_num_seqs, FEW_DECODES)

@@ -16,15 +16,13 @@ from typing import TYPE_CHECKING
 
 from ..errors import ConfigError
 from ..link import logs
-from ..link.child import die_with_parent, dump_stacks_on_signal
+from ..link.logs import die_with_parent, dump_stacks_on_signal
 from ..link.messages import Failure
 from ..options.config import EngineConfig
-from ..ranks.channel import Channel
-from ..ranks.effort import Effort, Starting, stepping
-from ..ranks.hang import INTERVAL, pulse
-from ..ranks.messages import Execute, Follow, ForgetAdapters, Join, ReadAdapter, Settle, ToRank
+from ..ranks.hang import INTERVAL, Effort, Starting, pulse, stepping
+from ..ranks.messages import Channel, Execute, Follow, ForgetAdapters, Join, ReadAdapter, Settle, ToRank
 from . import faults
-from .kernel_cache import use_kernel_cache
+from .precompile import use_kernel_cache
 
 if TYPE_CHECKING:
     from ..step.runner import ModelRunner

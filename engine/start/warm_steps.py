@@ -16,8 +16,8 @@ from ..models.model import Model
 from ..planning.memory import WORST_SAMPLING
 from ..quant.experts import PackedExperts
 from ..quant.matrix import PackedMatrix
-from ..step.dummy_plan import FEW, SHORT
-from ..step.graphs import MIXED_DECODE_ROWS, draft_sizes
+from ..step.compilations import FEW, SHORT
+from ..step.graph_table import MIXED_DECODE_ROWS, draft_sizes
 
 if TYPE_CHECKING:
     from ..speculation.model_drafter import Network

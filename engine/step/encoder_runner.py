@@ -19,7 +19,7 @@ from ..models.encoder import Encoder
 from ..models.packed import Packed
 from .compilations import LateCompilations
 from .mask import TokenMask
-from .pooling import Pooled
+from .prompt_results import Pooled
 
 LATE = "late"  # see HeadSpec.pooled
 HEADED = Pooling(MEAN, head=True)

@@ -47,11 +47,6 @@ class Executor(Protocol):
     def close(self) -> None: ...
 
 
-def steps_in_flight(device: torch.device) -> int:
-    """On a GPU the next step is launched before the last is over; on the CPU, launching is computing."""
-    return 2 if device.type == "cuda" else 1
-
-
 class ThreadExecutor:
     """On one rank, in this process.
 

@@ -24,16 +24,14 @@ from ..options.speculation import NO_DRAFTS, Speculation
 from ..schedule.planner import BESIDE_DRAFTS
 from ..speculation.drafter import Always, Drafter, NgramDrafter, thresholds
 from ..speculation.model_drafter import ModelDrafter
-from .compilations import LateCompilations
+from .compilations import LateCompilations, dummy_plan
 from .device_cache import DeviceCache
-from .dummy_plan import dummy_plan
-from .graphs import StepGraphs, most_drafting_rows, padded_logits
+from .graph_table import GraphTable, most_drafting_rows, padded_logits
+from .graphs import StepGraphs
 from .mask import TokenMask
-from .pending import Pending
-from .pooling import Pooler
-from .prompt_logprobs import PromptScorer
+from .prompt_results import Pooler, PromptScorer
 from .relay import Relay
-from .sampled import Launched, SampledTokens
+from .sampled import Launched, Pending, SampledTokens
 from .sampler import Sampler, Samples
 
 logger = logging.getLogger(__name__)
@@ -177,7 +175,7 @@ class ModelRunner:
                 hidden = every.index_select(0, wanted)
             else:
                 hidden = self.forward(batch, wanted)
-                self.num_graph_misses += graphs is not None and expanded is None and graphs.expects(plan)
+                self.num_graph_misses += graphs is not None and expanded is None and graphs.table.expects(plan)
         samples = builder.samples(plan, header, host, batch)
         if not self.is_last:
             assert relay is not None
@@ -320,10 +318,9 @@ class ModelRunner:
         drafts = {count: most for most, count in self.draft_depths}
         propose = self._propose if self.model_drafter is not None else None
         if self.adapters is not None:  # who drafts has none
-            self.adapter_graphs = StepGraphs(
-                None, self._forward_adapted, decodes, max_mixed_tokens, (), drafts, coarse=True, propose=propose
-            )
-        return StepGraphs(None, self.forward, decodes, max_mixed_tokens, large_mixed_tokens, drafts, propose=propose)
+            coarse = GraphTable(decodes, max_mixed_tokens, (), drafts, coarse=True)
+            self.adapter_graphs = StepGraphs(coarse, self._forward_adapted, propose)
+        return StepGraphs(GraphTable(decodes, max_mixed_tokens, large_mixed_tokens, drafts), self.forward, propose)
 
     @torch.inference_mode()
     def capture_graphs(self, graphs: StepGraphs) -> None:

@@ -106,9 +106,7 @@ class Sampler:
         if used & RANDOM:
             # little-endian halves of the int64 seed
             seeds = (params[SEED + 1].long() << 32) | (params[SEED].long() & 0xFFFFFFFF)
-            tokens = sample(
-                logits, floats[0], params[TOP_K], floats[1], floats[2], seeds, batch.seq_lens.long(), all_greedy=False
-            )
+            tokens = sample(logits, floats[0], params[TOP_K], floats[1], floats[2], seeds, batch.seq_lens.long())
         elif limited or used & PENALTIES:
             tokens = argmax(logits)
         else:

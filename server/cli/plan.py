@@ -75,8 +75,7 @@ def _plan(arguments: argparse.Namespace, engine: EngineConfig) -> int:
     from ...engine.describe.reading import read_model_config
     from ...engine.errors import ModelError
     from ...engine.planning.card import CARDS
-    from ...engine.planning.divisions import MOST_ENGINES
-    from ...engine.planning.load import Wanted
+    from ...engine.planning.load import MOST_ENGINES, Wanted
     from ...engine.planning.setup import stored_bytes
     from .plan_question import Question
     from .plan_table import check_output, write
@@ -116,7 +115,7 @@ def _setups(
 ) -> list[Setup]:
     """Ways to divide the model that fit, fewest cards first; where one is named, that. Raises ConfigError or
     ModelError."""
-    from ...engine.planning.divisions import divisions, fitting
+    from ...engine.planning.load import divisions, fitting
     from ...engine.planning.setup import TooLarge, set_up, weights_of
 
     costs, weights = None, weights_of(model, engine, card)

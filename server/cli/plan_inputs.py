@@ -51,8 +51,8 @@ def read_trace(path: Path) -> list[Ask]:
 def fitted_costs(url: str, engine: EngineConfig, model: ModelConfig, card: Card, context: int) -> Costs:
     """By the last steps of a server with this model on such cards, divided however it is. context: tokens of the mean
     context of who decoded in them. Says how far off they are. Raises ConfigError."""
-    from ...engine.planning.fit import fit
     from ...engine.planning.setup import set_up
+    from ...engine.planning.step_model import fit
 
     info = _server_info(url)
     try:

@@ -8,8 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ...engine.planning.divisions import MOST_ENGINES, Fleet, fewest
-from ...engine.planning.load import Result, Wanted, alone, knee, likely_engines, likely_rate, replay, steady
+from ...engine.planning.load import (
+    MOST_ENGINES,
+    Fleet,
+    Result,
+    Wanted,
+    alone,
+    fewest,
+    knee,
+    likely_engines,
+    likely_rate,
+    replay,
+    steady,
+)
 from ...engine.planning.setup import Setup
 from ...engine.planning.simulation import Ask
 from ..options.given import Given

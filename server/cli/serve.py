@@ -10,7 +10,7 @@ from ...engine.describe.overrides import overrides
 from ...engine.describe.reading import check_described
 from ...engine.errors import ConfigError, ModelError
 from ...engine.link import logs
-from ...engine.link.child import dump_stacks_on_signal
+from ...engine.link.logs import dump_stacks_on_signal
 from ...engine.options.config import EngineConfig
 from ...engine.options.model_path import find_model
 from ...engine.ranks.handshake import check_secret

@@ -27,7 +27,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"vserve: {error}", file=sys.stderr)
         return 2
     logs.configure(server.log_level, server.log_format, "warm")
-    from ...engine.start.warm import warm
+    from ...engine.start.precompile import warm
     from .progress import ProgressLine
 
     progress = ProgressLine()

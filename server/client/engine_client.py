@@ -36,7 +36,7 @@ from ...engine.link.messages import (
 )
 from ...engine.link.sampling_params import SamplingParams, unknown_token_problem
 from ...engine.options.config import EngineConfig
-from ...engine.planning.shortage import killed
+from ...engine.planning.host_memory import killed
 from .engine import Engine, make_engine
 from .mailbox import EngineDeadError, Mailbox, refused
 from .meeting import Meeting

@@ -16,8 +16,8 @@ import msgspec
 from ...engine.errors import ConfigError
 from ...engine.link.messages import AddRequest, FromEngine, LastSteps, ReadSteps, StepOutputs
 from ...engine.options.config import EngineConfig
-from ...engine.ranks.cluster_messages import Asked, Word
 from ...engine.ranks.handshake import facts
+from ...engine.ranks.messages import Asked, Word
 from ...engine.ranks.node import Node
 
 logger = logging.getLogger(__name__)

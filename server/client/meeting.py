@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from ...engine.link.clients import SHIFT
-from ...engine.link.connection import Connection
+from ...engine.link.connection import Connection, PrivateFolder
 from ...engine.link.messages import FromEngine, Hello
-from ...engine.link.private_folder import PrivateFolder
 from ...engine.options.config import EngineConfig
 
 if TYPE_CHECKING:

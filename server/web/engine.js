@@ -122,7 +122,7 @@ export class EngineView {
 
   _take([steps, [numCells, perCell, start, used, cached]]) {
     const last = this._timeline.steps.at(-1);
-    if (last && steps.length && steps[0][0] < last.step) this._timeline.clear(); // another engine
+    if (last && steps.length && steps[0][0][0] < last.step) this._timeline.clear(); // another engine
     this._timeline.add(steps.map(readStep));
     if (this._blocks.used.length !== numCells) {
       const empty = () => new Array(numCells).fill(0);

@@ -100,10 +100,11 @@ export class Timeline {
 }
 
 /** [step, time, host µs, device µs, requests, tokens, decodes, rows] as an object. */
-export function readStep([step, time, host, device, requests, tokens, decodes, rows]) {
+export function readStep([[step, time, requests, tokens, decodes, hostSeconds, deviceSeconds], rows]) {
   const named = rows.reduce((sum, row) => sum + (row[2] ? 0 : row[1]), 0);
   // All requests are named where they are few; of many, those that computed one token are decodes but for a handful.
   const decodeTokens = rows.length === requests ? named : Math.max(named, decodes);
+  const [host, device] = [1e6 * hostSeconds, 1e6 * deviceSeconds];
   return { step, time, host, device, requests, tokens, decodeTokens: Math.min(decodeTokens, tokens), rows };
 }
 

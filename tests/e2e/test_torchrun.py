@@ -21,7 +21,7 @@ from vserve.engine.errors import ConfigError
 from vserve.engine.link.messages import AddRequest, EngineStats, RequestOutput, StepOutputs
 from vserve.engine.link.sampling_params import SamplingParams as EngineSampling
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.ranks.cluster_messages import Asked
+from vserve.engine.ranks.messages import Asked
 from vserve.server.client.launched import LaunchedEngine
 from vserve.server.offline import torchrun
 from vserve.server.offline.torchrun import launched

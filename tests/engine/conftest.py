@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-import vserve.engine.start.engine as engine_module
+import vserve.engine.planning.settings as settings_module
 from vserve.engine.link.messages import EngineStats
 from vserve.engine.link.plan import TokenLogprobs
 from vserve.engine.link.sampling_params import SamplingParams
@@ -100,7 +100,7 @@ def overlap(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
             self.asynchronous = True
 
         monkeypatch.setattr(ThreadExecutor, "__init__", init)
-        monkeypatch.setattr(engine_module, "steps_in_flight", lambda device: depth)
+        monkeypatch.setattr(settings_module, "steps_in_flight", lambda device: depth)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
     return launched

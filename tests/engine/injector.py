@@ -12,7 +12,7 @@ import torch
 from vserve.engine.layers.attention import Attention
 from vserve.engine.speculation.drafter import NgramDrafter
 from vserve.engine.speculation.model_drafter import ModelDrafter
-from vserve.engine.step.pending import Pending
+from vserve.engine.step.sampled import Pending
 from vserve.engine.step.sampler import Sampler
 
 MESSAGE = "raised by the stress"

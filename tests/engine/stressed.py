@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-import vserve.engine.start.engine as engine_module
+import vserve.engine.planning.settings as settings_module
 from vserve.engine.grammar.grammar import Vocabulary, pack, prepare
 from vserve.engine.grammar.guide import Guide
 from vserve.engine.link.messages import AddGrammar, LoadAdapter
@@ -178,7 +178,7 @@ class Stressed:
             executor.asynchronous = True
 
         patch.setattr(ThreadExecutor, "__init__", init)
-        patch.setattr(engine_module, "steps_in_flight", lambda device: depth)
+        patch.setattr(settings_module, "steps_in_flight", lambda device: depth)
         patch.setattr(torch.cuda, "synchronize", lambda *_: None)
 
     async def run(self, wave: list[Sent], alone: Alone, injector: Injector | None = None) -> int:

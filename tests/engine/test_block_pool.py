@@ -10,14 +10,14 @@ from vserve.engine.schedule.block_pool import NULL_BLOCK, BlockPool
 
 
 def take(pool: BlockPool, count: int) -> list[int]:
-    return [pool.take() for _ in range(count)]
+    return pool.take_many(count)
 
 
 def test_null_block_is_never_given_out() -> None:
     pool = BlockPool(4)
     assert take(pool, 3) == [1, 2, 3] and pool.num_free == 0
     with pytest.raises(AssertionError, match="no free block"):
-        pool.take()
+        pool.take_many(1)
     pool.release([NULL_BLOCK])
     assert pool.refs[NULL_BLOCK] == 1 and pool.num_free == 0
     pool.check_invariants()
@@ -42,12 +42,12 @@ def test_blocks_without_content_go_before_cached_ones() -> None:
     pool.release([empty, other])
     assert set(take(pool, 2)) == {empty, other}
     assert pool.find(b"a") == cached, "evicted although an empty block was free"
-    assert pool.take() == cached and pool.find(b"a") is None
+    assert pool.take_many(1)[0] == cached and pool.find(b"a") is None
 
 
 def test_freed_block_is_found_until_it_is_taken() -> None:
     pool = BlockPool(3)
-    block = pool.take()
+    block = pool.take_many(1)[0]
     pool.register(block, b"a")
     pool.release([block])
     assert pool.num_free == 2 and pool.find(b"a") == block
@@ -81,7 +81,7 @@ def test_equal_blocks_stay_apart_under_one_key() -> None:
 
 def test_misuse_is_refused() -> None:
     pool = BlockPool(3)
-    block = pool.take()
+    block = pool.take_many(1)[0]
     with pytest.raises(AssertionError, match="free or registered"):
         pool.register(2, b"a")
     pool.register(block, b"a")
@@ -108,8 +108,8 @@ def test_misuse_is_refused() -> None:
 )
 def test_invariants_notice_damage(table: str, index: int, value: int | bytes | None) -> None:
     pool = BlockPool(6)
-    pool.register(pool.take(), b"a")
-    pool.take()
+    pool.register(pool.take_many(1)[0], b"a")
+    pool.take_many(1)[0]
     pool.check_invariants()
     getattr(pool, table)[index] = value
     with pytest.raises(AssertionError):
@@ -133,7 +133,7 @@ def test_any_sequence_of_calls_against_plain_lists() -> None:
             held = [block for block in refs if refs[block]]
             action = rng.choice(["take", "release", "release", "register", "share", "revoke"])
             if action == "take" and free:
-                block = pool.take()
+                block = pool.take_many(1)[0]
                 assert block == free.pop(0)
                 refs[block] = 1
                 keys.pop(block, None)
@@ -164,20 +164,3 @@ def test_any_sequence_of_calls_against_plain_lists() -> None:
             for key in (b"a", b"b", b"c"):
                 assert (pool.find(key) is None) == (key not in keys.values()), f"seed {seed}"
             pool.check_invariants()
-
-
-def test_whoever_listens_is_told_what_is_lost() -> None:
-    """Cached content that goes because its block is taken: not what was never cached, nor what is revoked."""
-    pool, lost = BlockPool(4), []
-    pool.evicted = lambda key, block: lost.append((key, block, pool.find(key)))
-    one, two, three = pool.take_many(3)
-    pool.register(one, b"1")
-    pool.register(two, b"2")
-    pool.revoke(two)
-    pool.release([three, two, one])
-    assert lost == []
-    pool.share(one)
-    pool.release([one])
-    assert lost == [], "hit, and given back"
-    pool.take_many(3)
-    assert lost == [(b"1", one, None)]

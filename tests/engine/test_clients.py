@@ -31,6 +31,7 @@ from vserve.engine.link.messages import (
     SetVocabulary,
     Shutdown,
     StepOutputs,
+    StepRecord,
     StepReport,
     StepReports,
     WatchSteps,
@@ -167,7 +168,7 @@ def test_the_map_of_all_blocks_is_for_who_has_just_come(within: Any) -> None:
     def test(office: Office) -> None:
         for number in (1, 2):
             office.join(number)
-        whole, step = BlockMap(1, 1, 0, [0], [0]), StepReport(1, 0.0, 1, 1, 1, 1, 1, [])
+        whole, step = BlockMap(1, 1, 0, [0], [0]), StepReport(StepRecord(1, 0.0, 1, 1, 1), [])
         for number in (FIRST, 1):
             office.say(number, WatchSteps(True))
             office.clients.send(StepReports([], whole))

@@ -23,12 +23,12 @@ from vserve.engine.files import prefetch
 from vserve.engine.files.prefetch import Prefetch
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.speculation import read_speculation
-from vserve.engine.planning.resolved import Machine
+from vserve.engine.planning.settings import Machine
 from vserve.engine.speculation.loading import Draft
 from vserve.engine.start import precompile, rank, warm_steps
 from vserve.engine.start.precompile import Precompile
 from vserve.engine.start.process import run_engine
-from vserve.engine.step.dummy_plan import dummy_plan
+from vserve.engine.step.compilations import dummy_plan
 from vserve.engine.step.runner import ModelRunner
 from vserve.engine.weights import loader
 from vserve.kernels.attention.attention_prefill import prefill_tile

@@ -70,11 +70,11 @@ def test_pairs_of_drafted_tokens_follow_the_models_law(
     assert sum(expected.values()) == pytest.approx(1)
     monkeypatch.setattr(runner_module, "NgramDrafter", Biased)
     monkeypatch.setattr("vserve.engine.schedule.planner.BESIDE_DRAFTS", 1 << 30)  # everybody drafts, however many wait
-    monkeypatch.setattr("vserve.engine.schedule.draft_depth.PROBES", 1)  # and however few hold
+    monkeypatch.setattr("vserve.engine.schedule.sharing.PROBES", 1)  # and however few hold
     table = {"num_speculative_tokens_per_batch_size": [[1, 64, 2]]}
     asked: dict[str, Any] = {"method": "ngram", "num_speculative_tokens": 2, **table}
     if spoilt:
-        monkeypatch.setattr("vserve.engine.planning.resolved.choose_speculation", _spoil(asked))
+        monkeypatch.setattr("vserve.engine.planning.settings.choose_speculation", _spoil(asked))
     ways = [
         SamplingParams(max_tokens=3, seed=i, ignore_eos=True, allowed_token_ids=ALLOWED) for i in range(NUM_ANSWERS)
     ]

@@ -13,10 +13,10 @@ from vserve.engine.link.plan import NewRow, StepPlan, StepResult
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import SchedulerConfig
 from vserve.engine.options.speculation import Speculation, read_speculation
-from vserve.engine.schedule.draft_depth import Depth
 from vserve.engine.schedule.request import Request, Status
 from vserve.engine.schedule.scheduler import Scheduler
-from vserve.engine.step.graphs import StepGraphs
+from vserve.engine.schedule.sharing import Depth
+from vserve.engine.step.graph_table import GraphTable
 
 
 def scheduler_of(num_blocks: int, drafts: int = 3) -> Scheduler:
@@ -126,7 +126,7 @@ def test_a_table_cut_to_what_runs_and_to_what_a_step_holds() -> None:
 def test_only_depths_that_have_graphs_are_chosen(table: list[list[int]]) -> None:
     speculation = settings_of(table).within(64, 8192)
     drafts = {count: most for most, count in speculation.depths if count}
-    graphs = StepGraphs(None, lambda batch, wanted: wanted, 64, 0, (), drafts)
+    graphs = GraphTable(64, 0, (), drafts)
     depth = depth_of(speculation)
     for rate in (1.0, 0.6, 0.3, 0.05):
         depth._held = rate * depth._tried

@@ -16,9 +16,8 @@ from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.speculation import read_speculation
-from vserve.engine.planning.resolved import Machine, resolve
+from vserve.engine.planning.settings import Machine, resolve
 from vserve.engine.speculation.loading import find_draft, load_drafter
-from vserve.engine.start.rank import told_method
 from vserve.engine.weights.loader import load_model
 
 CPU = Machine(torch.device("cpu"), "cpu", 0, 1)
@@ -193,6 +192,10 @@ def test_the_method_that_a_checkpoint_has_is_told(made: Any, target: Path, tmp_p
         draft = found(target, json.loads(asked))
         assert draft.settings.method == method
         resolved = resolve(EngineConfig(str(target), speculative_config=asked), read_folder(target), CPU)
-        assert json.loads(told_method(resolved, draft.settings.method)) == {**json.loads(asked), "method": method}
+        told = resolved.drafted_by(draft.settings.method).speculative_config
+        assert json.loads(told) == {
+            **json.loads(asked),
+            "method": method,
+        }
     assert found(target, {"model": str(target), "max_model_len": 30}).settings.max_model_len == 30
     assert dataclasses.replace(draft.settings).max_model_len == 512, "the draft's own context"

@@ -15,8 +15,8 @@ from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.speculation import read_speculation
 from vserve.engine.parallel.group import SingleGroup
 from vserve.engine.planning import weight_size
-from vserve.engine.planning.draft_size import draft_bytes
 from vserve.engine.planning.memory import weight_bytes
+from vserve.engine.planning.weight_size import draft_bytes
 from vserve.engine.speculation.loading import find_draft, load_drafter
 from vserve.engine.start.engine import Engine
 from vserve.engine.weights.loader import load_model

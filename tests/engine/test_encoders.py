@@ -21,8 +21,8 @@ from vserve.engine.families.head_spec import HeadSpec
 from vserve.engine.link.sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
 from vserve.engine.models.packed import Packed
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.options.purpose import Purpose
-from vserve.engine.planning.encoder_limits import plan_encoder
+from vserve.engine.options.config_checks import Purpose
+from vserve.engine.planning.memory import plan_encoder
 from vserve.engine.step.encoder_runner import EncoderRunner
 from vserve.server.client.engine_client import EngineDeadError
 

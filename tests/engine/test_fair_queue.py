@@ -169,7 +169,7 @@ class Engine:
         self.scheduler = Scheduler(
             SchedulerConfig(
                 max_model_len=4096, max_num_batched_tokens=8192, max_num_seqs=num_seqs, block_size=16,
-                num_blocks=num_blocks, depth=1, policy=policy,
+                num_blocks=num_blocks, depth=1, scheduling_policy=policy,
             )
         )  # fmt: skip
         self.num_requests = 0

@@ -16,8 +16,8 @@ from vserve.engine.grammar.guide import ALLOWANCE, ALLOWANCE_PER_TOKEN, QUICK, G
 from vserve.engine.link.messages import AddGrammar
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.step import mask_threads
-from vserve.engine.step.mask_threads import MaskThreads, Patience
+from vserve.engine.step import mask
+from vserve.engine.step.mask import MaskThreads, Patience
 from vserve.server.client.engine_client import EngineClient
 
 from .conftest import collect
@@ -117,7 +117,7 @@ class Stuck(Matcher):
 
 def test_waiting_ends_when_somebody_can_go_on(monkeypatch) -> None:
     async def main() -> None:
-        monkeypatch.setattr(mask_threads, "LONGEST", 30.0)
+        monkeypatch.setattr(mask, "LONGEST", 30.0)
         clock = Clock(monkeypatch)
         told: list[bool] = []
         threads = MaskThreads(lambda: told.append(True), num_threads=1)
@@ -191,7 +191,7 @@ def test_many_quick_masks_are_told_of_seldom(monkeypatch) -> None:
         for guide in guides:
             guide._longest = 1e-5
             threads.begin(guide)
-        monkeypatch.setattr(mask_threads, "TELLING", 60.0)
+        monkeypatch.setattr(mask, "TELLING", 60.0)
         stuck.go.set()
         await threads.settle(guides, 60, others=False)
         assert all(guide.settled for guide in guides)

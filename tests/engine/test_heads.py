@@ -18,7 +18,7 @@ from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.families.head_spec import read_head, read_labels
 from vserve.engine.link.sampling_params import ALL, LAST, MEAN, Pooling, SamplingParams
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.options.purpose import Purpose
+from vserve.engine.options.config_checks import Purpose
 from vserve.server.client.engine_client import EngineClient, EngineDeadError
 
 TOLERANCE = 1e-5  # of logits of size 1

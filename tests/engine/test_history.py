@@ -129,7 +129,7 @@ class Late(Paged):
     def __init__(self, config: SchedulerConfig, salts: dict[int, str | None]) -> None:
         super().__init__(config, salts)
         self.queue = Queue()
-        stage = Stage(0, config.num_stages, None, cast(Ring, self.queue))
+        stage = Stage(0, config.pipeline_parallel_size, None, cast(Ring, self.queue))
         relay = Relay(stage, 1, torch.float32, CPU)
         self.sampled = SampledTokens(self.builder, relay, ALONE, drafter=None, model_drafter=None)
 

@@ -18,10 +18,17 @@ from vserve.engine.errors import ConfigError
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import EngineConfig, SchedulerConfig
 from vserve.engine.options.kv_events_settings import DEFAULTS, of_rank, settings
-from vserve.engine.schedule import kv_replays
+from vserve.engine.schedule import kv_events
 from vserve.engine.schedule.kv_cache import KVCacheManager
-from vserve.engine.schedule.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEvents, Publisher, name_of
-from vserve.engine.schedule.kv_replays import END
+from vserve.engine.schedule.kv_events import (
+    END,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVEvents,
+    Publisher,
+    name_of,
+)
 from vserve.engine.schedule.request import Request
 
 ON = {"enable_kv_cache_events": True}
@@ -236,8 +243,8 @@ def test_who_asks_and_does_not_read_costs_little_and_holds_up_nobody(reserve_por
 def test_a_replay_that_nobody_reads_is_given_up(reserve_port: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """And places for others are free again."""
     zmq = pytest.importorskip("zmq")
-    monkeypatch.setattr(kv_replays, "PATIENCE", 0.2)
-    monkeypatch.setattr(kv_replays, "MOST", 2)
+    monkeypatch.setattr(kv_events, "PATIENCE", 0.2)
+    monkeypatch.setattr(kv_events, "MOST", 2)
     replay = f"tcp://127.0.0.1:{reserve_port()}"
     publisher = Publisher(DEFAULTS | ON | {"endpoint": "inproc://given-up", "replay_endpoint": replay})
     for number in range(1_000):

@@ -176,7 +176,7 @@ def test_a_cache_of_codes_has_twice_the_blocks(tiny_model: Any) -> None:
             kv_cache_memory_bytes=1 << 20, max_num_seqs=2, max_model_len=64,
         )  # fmt: skip
         made = Engine(config, lambda progress: None)
-        found[asked] = made.info, made.scheduler_config
+        found[asked] = made.info, made.settings
         layers = made.rank.model.attention_layers()
         tensors = [t for layer in layers for t in (layer.cache.keys, layer.cache.values)]
         if asked == "fp8_per_token_head":

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import vserve.engine.planning.cpu_memory as cpu_memory
+import vserve.engine.planning.memory as cpu_memory
 import vserve.engine.planning.memory as memory_module
 import vserve.engine.step.runner as runner_module
 from vserve.engine.cache.kv_layout import KVLayout
@@ -204,7 +204,7 @@ def test_windows_make_room_for_longer_contexts(tiny_model, caplog) -> None:
     assert every.info.max_model_len == every.info.num_kv_tokens == (400_000 // (16 * 6 * token) - 1) * 16 == 240
     engine = on_cpu(tiny_model("qwen3", **WINDOWS), **options)
     info, layout = engine.info, engine.rank.runner.layout
-    assert engine.scheduler_config.windows == layout.windows == (0, 20, 20)
+    assert engine.settings.windows == layout.windows == (0, 20, 20)
     assert info.memory["kv_cache"] == (info.num_blocks + 1) * 16 * 2 * token <= 400_000
     assert info.max_model_len == 512, "all of it, in the bytes that held less than half"
     # 32 blocks of the full layers, and of each group with windows the 19 tokens before a token and that token: 3

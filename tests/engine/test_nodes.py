@@ -19,9 +19,9 @@ import pytest
 from vserve.engine.errors import ConfigError
 from vserve.engine.link.connection import LENGTH
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.ranks import handshake, network, nodes
-from vserve.engine.ranks.cluster_messages import Beat
+from vserve.engine.ranks import handshake, nodes
 from vserve.engine.ranks.handshake import Hello, Stranger, check_secret, dial, difference, facts
+from vserve.engine.ranks.messages import Beat
 from vserve.engine.ranks.node import Node
 from vserve.engine.ranks.nodes import Nodes
 
@@ -375,17 +375,17 @@ def test_no_secret_is_needed_on_this_host_alone() -> None:
 
 
 def test_the_interface_of_an_address() -> None:
-    assert network.interface_of("127.0.0.1") == "lo"
-    assert network.interface_of("203.0.113.9") is None
+    assert handshake.interface_of("127.0.0.1") == "lo"
+    assert handshake.interface_of("203.0.113.9") is None
     environment = {"NCCL_SOCKET_IFNAME": "ib0"}
-    network.use_interface(environment, "127.0.0.1")
+    handshake.use_interface(environment, "127.0.0.1")
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0"}, "ranks of one host are told by their group"
 
 
 def test_the_interface_is_named_unless_somebody_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "interface_of", lambda _: "eth7")
+    monkeypatch.setattr(handshake, "interface_of", lambda _: "eth7")
     environment = {"NCCL_SOCKET_IFNAME": "ib0"}
-    network.use_interface(environment, "10.0.0.1")
+    handshake.use_interface(environment, "10.0.0.1")
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0", "GLOO_SOCKET_IFNAME": "eth7"}
 
 

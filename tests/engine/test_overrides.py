@@ -12,7 +12,7 @@ from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import check_described, read_model_config
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.planning.resolved import choose_max_model_len
+from vserve.engine.planning.settings import choose_max_model_len
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 LLAMA3 = {

@@ -15,11 +15,11 @@ from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.planning.memory import WORST_SAMPLING
 from vserve.engine.schedule.planner import FEW_DECODES
 from vserve.engine.step import sampler
-from vserve.engine.step.graphs import (
+from vserve.engine.step.graph_table import (
     LARGE_PREFILL_ROWS,
     MANY_PREFILL_ROWS,
     MIXED_PREFILL_ROWS,
-    StepGraphs,
+    GraphTable,
     decode_sizes,
     mixed_sizes,
     padded_logits,
@@ -97,22 +97,21 @@ def test_sampling_parameters_are_aligned_for_any_number_of_rows(engine, monkeypa
 
 
 @pytest.fixture
-def graphs() -> StepGraphs:
-    table = StepGraphs(None, None, 256, 1024, (2048, 4224))  # type: ignore[arg-type]
-    table._graphs = {shape: shape for shape in table.shapes()}  # type: ignore[misc]
+def graphs() -> GraphTable:
+    table = GraphTable(256, 1024, (2048, 4224))
     return table
 
 
 def test_every_small_step_finds_the_smallest_graph_that_holds_it(graphs):
     for decodes in range(1, 257):
-        shape = graphs.find(plan(decodes))
+        shape = graphs.fits(plan(decodes))
         assert shape.prefill_rows == 0 and decodes <= shape.tokens == shape.decode_rows <= max(decodes + 15, 8)
     for decodes in (0, 1, 8, 16, 17, 100, 256):
         for queries in ((5,), (128,), (129,), (700,), (1024,), (500, 200), (2,) * MIXED_PREFILL_ROWS):
             total = decodes + sum(queries)
             if total > 1024 + (decodes if decodes <= FEW_DECODES else 0):
                 continue  # the scheduler never makes it
-            shape = graphs.find(plan(decodes, *queries))
+            shape = graphs.fits(plan(decodes, *queries))
             assert decodes <= shape.decode_rows and total <= shape.tokens
             assert max(queries) <= shape.max_query_len and len(queries) <= shape.prefill_rows
             assert shape.tokens <= max(128, 2 * max(total, shape.decode_rows + 1) - 1)
@@ -122,8 +121,7 @@ def test_every_small_step_finds_the_smallest_graph_that_holds_it(graphs):
 @pytest.mark.parametrize("limit", [512, 1024, 3000])
 def test_coarse_graphs_hold_every_small_step_too(limit, max_decodes):
     """As many as the scheduler makes: it exceeds its limit by few decodes."""
-    table = StepGraphs(None, None, max_decodes, limit, (), coarse=True)  # type: ignore[arg-type]
-    table._graphs = {shape: shape for shape in table.shapes()}  # type: ignore[misc]
+    table = GraphTable(max_decodes, limit, (), coarse=True)
     for decodes in (0, 1, 8, 15, 16, 17, 63, 64, 65, 100, 300, 512):
         for queries in ((1,), (60,), (500,), (limit - 1,), (limit,), (limit - decodes,), (3,) * 16, (5,) * 17):
             step, most = plan(decodes, *queries), limit + (decodes if decodes <= FEW_DECODES else 0)
@@ -131,7 +129,7 @@ def test_coarse_graphs_hold_every_small_step_too(limit, max_decodes):
                 continue
             if len(queries) > MIXED_PREFILL_ROWS >= max_decodes or not table.expects(step):
                 continue
-            shape = table.find(step)
+            shape = table.fits(step)
             assert shape is not None, (decodes, queries)
             assert decodes <= shape.decode_rows and step.total_tokens <= shape.tokens
 
@@ -139,69 +137,67 @@ def test_coarse_graphs_hold_every_small_step_too(limit, max_decodes):
 def test_a_burst_of_short_prompts_finds_one(graphs):
     for decodes in (0, 1, 16, 65, 256):
         for queries in ((5,) * (MIXED_PREFILL_ROWS + 1), (2,) * MANY_PREFILL_ROWS, (20,) * 38):
-            shape = graphs.find(plan(decodes, *queries))
+            shape = graphs.fits(plan(decodes, *queries))
             assert decodes <= shape.decode_rows and len(queries) <= shape.prefill_rows
             assert decodes + sum(queries) <= shape.tokens and max(queries) <= shape.max_query_len
-    few = StepGraphs(None, None, 8, 1024, ())  # type: ignore[arg-type]
-    assert all(shape.prefill_rows <= MIXED_PREFILL_ROWS for shape in few.shapes()), "so many prompts never run at once"
+    few = GraphTable(8, 1024, ())
+    assert all(shape.prefill_rows <= MIXED_PREFILL_ROWS for shape in few.shapes), "so many prompts never run at once"
 
 
 def test_steps_with_drafts_find_the_graph_of_their_depth():
-    table = StepGraphs(None, None, 256, 1024, (2048, 4224), {7: 8, 3: 32, 1: 64})  # type: ignore[arg-type]
-    table._graphs = {shape: shape for shape in table.shapes()}  # type: ignore[misc]
+    table = GraphTable(256, 1024, (2048, 4224), {7: 8, 3: 32, 1: 64})
     for count, most in ((7, 8), (3, 32), (1, 64)):
         for decodes in range(1, most + 1):
             for queries in ((), (1,), (5,), (1,) * 16, (700,), (300, 200, 1, 1)):
                 step = msgspec.structs.replace(plan(decodes, *queries), num_drafts=count)
                 step = msgspec.structs.replace(step, num_tokens=[1 + count] * decodes + list(queries))
                 assert table.expects(step)
-                shape = table.find(step)
+                shape = table.fits(step)
                 assert shape.num_drafts == count and decodes <= shape.decode_rows <= max(most, 8)
                 assert step.total_tokens <= shape.tokens and len(queries) <= shape.prefill_rows
                 assert bool(queries) == bool(shape.max_query_len) and max(queries, default=0) <= shape.max_query_len
                 assert shape.samples == shape.decode_rows * (1 + count) + shape.prefill_rows
                 assert queries or shape.decode_rows <= max(decodes + 8, 2 * decodes)
         step = msgspec.structs.replace(plan(most + 1), num_drafts=count, num_tokens=[1 + count] * (most + 1))
-        assert table.find(step) is None and not table.expects(step)
+        assert table.fits(step) is None and not table.expects(step)
 
 
 def test_what_no_graph_holds_runs_without(graphs):
-    assert graphs.find(plan(257)) is None
-    assert graphs.find(plan(257, 5)) is None
-    assert graphs.find(plan(1, 1040)) is None
-    assert graphs.find(plan(1, *[2] * (MANY_PREFILL_ROWS + 1))) is None
-    assert graphs.find(plan(9, 1500)) is None, "launched kernel by kernel it is faster than padded to 2048"
-    assert graphs.find(plan(0, 4225)) is None and graphs.find(plan(0, 8192)) is None
+    assert graphs.fits(plan(257)) is None
+    assert graphs.fits(plan(257, 5)) is None
+    assert graphs.fits(plan(1, 1040)) is None
+    assert graphs.fits(plan(1, *[2] * (MANY_PREFILL_ROWS + 1))) is None
+    assert graphs.fits(plan(9, 1500)) is None, "launched kernel by kernel it is faster than padded to 2048"
+    assert graphs.fits(plan(0, 4225)) is None and graphs.fits(plan(0, 8192)) is None
 
 
 def test_long_queues_have_graphs(graphs):
     for decodes in (0, 1, 64, 65, 256):
         for total in (2048, 4224, 4000):
-            shape = graphs.find(plan(decodes, total - decodes - 1000, 1000))
+            shape = graphs.fits(plan(decodes, total - decodes - 1000, 1000))
             assert shape.decode_rows >= decodes and total <= shape.tokens <= 1.1 * total
 
 
 def test_steps_up_to_2048_tokens_have_graphs_where_mixed_ones_have_as_many():
-    table = StepGraphs(None, None, 256, 2032, (4224, 8128))  # type: ignore[arg-type]
-    table._graphs = {shape: shape for shape in table.shapes()}  # type: ignore[misc]
+    table = GraphTable(256, 2032, (4224, 8128))
     for decodes in (0, 1, 8, 16, 17, 64, 65, 256):
         for total in (1025, 1041, 1280, 1281, 1500, 1793, 2032, 2032 + min(decodes, FEW_DECODES)):
             for queries in ((total - decodes,), (total - decodes - 100, 60, 40), (5,) * 40 + (total - decodes - 200,),
                             (5,) * 127 + (total - decodes - 635,)):  # fmt: skip
                 step = plan(decodes, *queries)
-                shape = table.find(step)
+                shape = table.fits(step)
                 assert table.expects(step) and shape is not None, (decodes, queries)
                 assert total <= shape.tokens <= max(1040, 1.25 * total) and decodes <= shape.decode_rows
                 assert len(queries) <= shape.prefill_rows and max(queries) <= shape.max_query_len
     for prompts, tokens in ((65, 1100), (100, 1500), (128, 2032)):
         each, more = divmod(tokens, prompts)
-        assert table.find(plan(0, *(each,) * (prompts - 1), each + more)), f"{prompts} prompts, {tokens} tokens"
+        assert table.fits(plan(0, *(each,) * (prompts - 1), each + more)), f"{prompts} prompts, {tokens} tokens"
     for prompts in ((12,) * (MANY_PREFILL_ROWS + 1), (2,) * (MANY_PREFILL_ROWS + 1)):
         step = plan(0, *prompts)
-        assert table.find(step) is None and table.expects(step), "a miss that is counted, in large steps as in small"
-    few = StepGraphs(None, None, 64, 2032, ())  # type: ignore[arg-type]
-    assert all(shape.prefill_rows <= LARGE_PREFILL_ROWS for shape in few.shapes() if shape.tokens > 1024)
-    assert table.find(plan(16, 2500)) is None and not table.expects(plan(16, 2500))
+        assert table.fits(step) is None and table.expects(step), "a miss that is counted, in large steps as in small"
+    few = GraphTable(64, 2032, ())
+    assert all(shape.prefill_rows <= LARGE_PREFILL_ROWS for shape in few.shapes if shape.tokens > 1024)
+    assert table.fits(plan(16, 2500)) is None and not table.expects(plan(16, 2500))
 
 
 @pytest.mark.parametrize(
@@ -221,13 +217,12 @@ def test_steps_up_to_2048_tokens_have_graphs_where_mixed_ones_have_as_many():
 def test_graphs_follow_the_limit_of_mixed_steps(limit, large, expected):
     """Fine where the host's time counts, whatever the limit: a step of 1,025 tokens is not padded to 16,384."""
     assert mixed_sizes(limit, large) == expected
-    table = StepGraphs(None, None, 64, limit, large)
-    table._graphs = {shape: shape for shape in table.shapes()}
+    table = GraphTable(64, limit, large)
     for total in (20, 130, 700, 1040, 1100, 2060, 4100, 16384):
-        if limit and (shape := table.find(plan(10, total - 10))) is not None:
+        if limit and (shape := table.fits(plan(10, total - 10))) is not None:
             assert total <= shape.tokens <= max(128, 2 * total)
     if 16 < limit <= 4096:
-        assert table.find(plan(16, limit - 16)) is not None, "the step that a queue makes again and again"
+        assert table.fits(plan(16, limit - 16)) is not None, "the step that a queue makes again and again"
 
 
 def test_sizes_are_few_and_end_where_they_must():

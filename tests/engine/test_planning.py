@@ -13,11 +13,10 @@ from vserve.engine.errors import ConfigError
 from vserve.engine.link.plan import StepPlan
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.planning.card import CARDS
-from vserve.engine.planning.divisions import MOST_ENGINES, divisions, fewest, fitting
-from vserve.engine.planning.fit import fit
-from vserve.engine.planning.load import Result, Wanted, knee, replay, steady
+from vserve.engine.planning.load import MOST_ENGINES, Result, Wanted, divisions, fewest, fitting, knee, replay, steady
 from vserve.engine.planning.setup import Setup, set_up
 from vserve.engine.planning.simulation import Answer, Ask, Simulation
+from vserve.engine.planning.step_model import fit
 from vserve.engine.schedule import planner
 
 LLAMA_8B: dict[str, Any] = {

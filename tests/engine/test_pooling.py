@@ -15,7 +15,7 @@ from vserve.engine.link.sampling_params import CLS, LAST, MEAN, POOLINGS, Poolin
 from vserve.engine.options.config import SchedulerConfig
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler
-from vserve.engine.step.pooling import Pooler
+from vserve.engine.step.prompt_results import Pooler
 
 TOLERANCE = 1e-4
 SHARED = list(range(10, 60))

@@ -12,11 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from vserve.engine.link.private_folder import OWNER, PrivateFolder
+from vserve.engine.link.connection import OWNER, PrivateFolder
 
-HOLD = (
-    "import sys; from vserve.engine.link.private_folder import PrivateFolder as F; print(F('ranks').path, flush=True)"
-)
+HOLD = "import sys; from vserve.engine.link.connection import PrivateFolder as F; print(F('ranks').path, flush=True)"
 
 
 @pytest.fixture(autouse=True)

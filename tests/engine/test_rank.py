@@ -121,7 +121,7 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
         "warm-up", *(("dummy_step", *step) for step in warm_steps.warm_up_steps(1024, 8192)),
         *([] if eager else ["graphs", *graphs, ("dummy_step", 1024, 8192, worst)]), ("count_compilations",),
     ]  # fmt: skip
-    assert made.rank.num_threads is None and made.scheduler_config.depth == 2 and made.info.fitted == ("max_model_len",)
+    assert made.rank.num_threads is None and made.settings.depth == 2 and made.info.fitted == ("max_model_len",)
 
 
 def test_a_mixture_warms_the_tiles_of_its_experts_up(tiny_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,13 +20,11 @@ from vserve.engine.link.messages import Failure
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.ranks import peers as peers_module
-from vserve.engine.ranks.channel import Channel
-from vserve.engine.ranks.cluster_messages import Ended, ToNode
-from vserve.engine.ranks.messages import Seat
+from vserve.engine.ranks.agreement import finding
+from vserve.engine.ranks.messages import Channel, Ended, Seat, ToNode
 from vserve.engine.ranks.nodes import Node, RemoteRank
 from vserve.engine.ranks.peers import Peers
-from vserve.engine.ranks.place import Child, Place, end_of, may_follow
-from vserve.engine.start.rank import finding
+from vserve.engine.ranks.place import Child, RankHandle, end_of, may_follow
 from vserve.server.client.engine_client import EngineClient
 from vserve.server.client.mailbox import EngineDeadError
 
@@ -42,12 +40,12 @@ def process() -> tuple[subprocess.Popen[bytes], Child]:
     return made, Child(made)
 
 
-def on_this_host() -> tuple[Place, Callable[[], None]]:
+def on_this_host() -> tuple[RankHandle, Callable[[], None]]:
     child = process()[1]
     return child, child.kill
 
 
-def on_another(explained: str | None = None) -> tuple[Place, Callable[[], None]]:
+def on_another(explained: str | None = None) -> tuple[RankHandle, Callable[[], None]]:
     """Its end is told in a message of its node; with `explained`, as on Ray, the node hangs up, and the cause is found
     a moment later."""
     ours, theirs = socket.socketpair()
@@ -70,19 +68,19 @@ def on_another(explained: str | None = None) -> tuple[Place, Callable[[], None]]
     return RemoteRank(node, 2), end
 
 
-PLACES: dict[str, tuple[Callable[[], tuple[Place, Callable[[], None]]], str]] = {
+PLACES: dict[str, tuple[Callable[[], tuple[RankHandle, Callable[[], None]]], str]] = {
     "this host": (on_this_host, "rank 2 of 3 (cpu) was killed by signal 9 (SIGKILL)"),
     "a node": (on_another, "rank 2 of 3 (cpu) on node 1 (10.0.0.2) was killed by signal 9 (SIGKILL)"),
     "Ray": (lambda: on_another("is lost: its Ray actor has died"), "rank 2 of 3 (cpu) on node 1 (10.0.0.2) is lost: "),
 }
 
 
-async def blamed(place: Place, happens: Callable[[Peers, subprocess.Popen[bytes]], str | None]) -> str:
-    """The engine's last word, of three ranks: rank 1 is a process that `happens` is given, rank 2 is in `place`, and
+async def blamed(other_rank: RankHandle, happens: Callable[[Peers, subprocess.Popen[bytes]], str | None]) -> str:
+    """The engine's last word, of three ranks: rank 1 is a process that `happens` is given, rank 2 is `other_rank`, and
     what it returns is the error of rank 0."""
     peers = Peers(EngineConfig("m", device="cpu", tensor_parallel_size=3, engine_in_process=True))
     other, child = process()
-    peers._places |= {1: child, 2: place}
+    peers._handles |= {1: child, 2: other_rank}
     for rank in (1, 2):
         threading.Thread(target=peers._await_end, args=(rank,), daemon=True).start()
 

@@ -27,16 +27,14 @@ from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.grammar.grammar import pack, prepare
 from vserve.engine.layers.embedding import LMHead
-from vserve.engine.link.connection import Connection
+from vserve.engine.link.connection import OWNER, Connection
 from vserve.engine.link.messages import AddGrammar
 from vserve.engine.link.plan import BlockWrite, NewRow, StepPlan
-from vserve.engine.link.private_folder import OWNER
 from vserve.engine.link.sampling_params import Pooling, SamplingParams
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.ranks import effort, hang
-from vserve.engine.ranks.channel import Channel
+from vserve.engine.ranks import hang
 from vserve.engine.ranks.executor import RanksExecutor
-from vserve.engine.ranks.messages import Execute, Follow, Join, Leave, Seat, ToRank
+from vserve.engine.ranks.messages import Channel, Execute, Follow, Join, Leave, Seat, ToRank
 from vserve.engine.ranks.peers import Peers, RankLost, share_of_threads
 from vserve.engine.ranks.place import Child
 from vserve.engine.start import rank_process as process
@@ -501,7 +499,7 @@ def test_only_the_thread_that_computes_shows_that_a_rank_does() -> None:
     for thread in (waits, spins):
         thread.start()
     try:
-        efforts = [effort.Computing(thread) for thread in (waits, spins)]
+        efforts = [hang.Computing(thread) for thread in (waits, spins)]
         before = [each() for each in efforts]
         time.sleep(0.5)
         idle, busy = (each() - first for each, first in zip(efforts, before, strict=True))
@@ -532,16 +530,16 @@ def test_kernels_that_are_compiled_late_are_waited_for(monkeypatch: pytest.Monke
 
 def test_who_reads_and_writes_while_it_starts_does_not_hang(tmp_path: Path) -> None:
     """A disk or a network that is slow takes no time of a core."""
-    starting = effort.Starting()
+    starting = hang.Starting()
     starting()
-    (tmp_path / "download").write_bytes(bytes(effort.MOVED))
+    (tmp_path / "download").write_bytes(bytes(hang.MOVED))
     first = starting()
     assert first - time.process_time() > 0.9, "a second that it has waited"
     assert starting() - first < 0.5
 
 
-def looks(each: effort.Effort, count: int) -> int:
-    """How many of so many looks in a row have shown effort."""
+def looks(each: hang.Effort, count: int) -> int:
+    """How many of so many looks in a row have shown hang."""
     before, shown = each(), 0
     for _ in range(count):
         shown += (now := each()) - before > hang.IDLE * hang.INTERVAL
@@ -559,15 +557,15 @@ def system(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
         return float(told.seconds)
 
     clock = SimpleNamespace(process_time=seconds, clock_gettime=seconds, pthread_getcpuclockid=lambda _: 0)
-    monkeypatch.setattr(effort, "time", clock)
-    monkeypatch.setattr(effort, "_bytes_moved", lambda: told.moved)
-    monkeypatch.setattr(effort, "_waits_for_disk", lambda _: told.waits)
-    monkeypatch.setattr(effort, "STUCK", 30.0)
-    monkeypatch.setattr(effort, "ALONE", 60.0)
+    monkeypatch.setattr(hang, "time", clock)
+    monkeypatch.setattr(hang, "_bytes_moved", lambda: told.moved)
+    monkeypatch.setattr(hang, "_waits_for_disk", lambda _: told.waits)
+    monkeypatch.setattr(hang, "STUCK", 30.0)
+    monkeypatch.setattr(hang, "ALONE", 60.0)
     return told
 
 
-@pytest.mark.parametrize("make", [effort.Starting, lambda: effort.Computing(threading.current_thread())])
+@pytest.mark.parametrize("make", [hang.Starting, lambda: hang.Computing(threading.current_thread())])
 def test_a_disk_that_never_answers_is_no_effort_for_ever(system: SimpleNamespace, make: Any) -> None:
     each = make()
     system.waits = True
@@ -579,21 +577,21 @@ def test_a_disk_that_never_answers_is_no_effort_for_ever(system: SimpleNamespace
 
 
 def test_who_waits_for_a_card_in_a_loop_is_not_busy_for_ever(system: SimpleNamespace) -> None:
-    starting = effort.Starting()
+    starting = hang.Starting()
     system.computes = 1.0
     assert 58 <= looks(starting, 200) <= 60
-    system.moved += effort.MOVED
+    system.moved += hang.MOVED
     assert 60 <= looks(starting, 100) <= 62, "it has come further"
-    computing = effort.Computing(threading.current_thread())
+    computing = hang.Computing(threading.current_thread())
     assert looks(computing, 200) == 200, "a step on the CPU takes what it takes"
 
 
 def test_who_computes_and_reads_in_turns_is_busy(system: SimpleNamespace) -> None:
-    starting = effort.Starting()
+    starting = hang.Starting()
     system.computes = 1.0
     for _ in range(10):
         assert looks(starting, 50) == 50
-        system.moved += effort.MOVED
+        system.moved += hang.MOVED
 
 
 def test_the_time_of_the_start_is_not_counted_in_steps() -> None:
@@ -613,7 +611,7 @@ def test_work_ends_with_the_rank_that_it_needs() -> None:
 
     async def main() -> None:
         peers = Peers(EngineConfig("m", device="cpu", tensor_parallel_size=2, engine_in_process=True))
-        peers._places[1] = Child(subprocess.Popen(["sleep", "60"]))
+        peers._handles[1] = Child(subprocess.Popen(["sleep", "60"]))
         ended = []
 
         async def work() -> None:
@@ -635,7 +633,7 @@ def test_work_ends_with_the_rank_that_it_needs() -> None:
             await waiting
         assert len(ended) == 2
         peers.close()
-        assert "killed by signal 9" in str(peers._places[1].wait(0.0))
+        assert "killed by signal 9" in str(peers._handles[1].wait(0.0))
 
     asyncio.run(main())
 

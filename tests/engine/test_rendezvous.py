@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from vserve.engine.parallel import rendezvous as module
+from vserve.engine.parallel import join as module
 from vserve.engine.parallel.group import LOCAL
-from vserve.engine.parallel.rendezvous import Rendezvous
-from vserve.engine.ranks import network
+from vserve.engine.parallel.join import Rendezvous
+from vserve.engine.ranks import handshake
 
 SHORT = timedelta(seconds=1)
 RANK = """
@@ -52,7 +52,7 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[list[Callabl
         address = f"file://{folder}/store"
         made = [lambda rank=rank: Rendezvous(rank, 2, address, SHORT) for rank in range(2)]  # type: ignore[misc]
         return made, lambda: folder.rename(tmp_path / "gone")
-    url, sock = network.rendezvous("127.0.0.1")
+    url, sock = handshake.rendezvous("127.0.0.1")
     request.addfinalizer(sock.close)
     return [
         lambda: Rendezvous(0, 2, url, SHORT, sock.fileno()), lambda: Rendezvous(1, 2, url, timedelta(seconds=20))
@@ -103,7 +103,7 @@ def test_nobody_waits_for_ranks_that_are_given_up(
 
 
 def test_the_port_is_held_and_is_no_other_interfaces() -> None:
-    url, sock = network.rendezvous("127.0.0.1")
+    url, sock = handshake.rendezvous("127.0.0.1")
     with sock:
         assert url.startswith(LOCAL) and sock.getsockname()[0] == "127.0.0.1"
         with pytest.raises(OSError), socket.create_server(("127.0.0.1", sock.getsockname()[1])):
@@ -122,6 +122,6 @@ def test_the_port_is_held_and_is_no_other_interfaces() -> None:
 def test_it_listens_where_it_is_reached_alone(address: str, where: str, url: str) -> None:
     if ":" in address and not socket.has_ipv6:
         pytest.skip("no IPv6 here")
-    found, sock = network.rendezvous(address)
+    found, sock = handshake.rendezvous(address)
     with sock:
         assert sock.getsockname()[0] == where and found.startswith(url)

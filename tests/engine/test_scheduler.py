@@ -16,10 +16,10 @@ from vserve.engine.link.messages import RequestOutput, unpack_tokens
 from vserve.engine.link.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import SchedulerConfig
-from vserve.engine.planning.resolved import large_mixed_tokens
-from vserve.engine.schedule.fair_queue import FairQueue
+from vserve.engine.planning.settings import large_mixed_tokens
 from vserve.engine.schedule.planner import FEW_DECODES
 from vserve.engine.schedule.request import FinishReason, Request, Status
+from vserve.engine.schedule.roster import FairQueue
 from vserve.engine.schedule.scheduler import Scheduler
 
 
@@ -407,13 +407,13 @@ def test_preempted_request_may_end_while_it_waits() -> None:
 
 
 def test_worst_priority_is_the_victim_even_when_scheduled_in_this_very_step() -> None:
-    engine, a, b = full_engine(policy="priority")
+    engine, a, b = full_engine(scheduling_policy="priority")
     plan = engine.schedule()
     assert list(engine.scheduler.roster.running) == [2] and by_id(plan, a, b) == {2: 1}
     assert a.status is Status.WAITING and a.num_preemptions == 1
     engine.update()
 
-    engine = Engine(policy="priority", num_blocks=6, max_num_batched_tokens=12)
+    engine = Engine(scheduling_policy="priority", num_blocks=6, max_num_batched_tokens=12)
     a, b = engine.add(1, range(7), priority=1), engine.add(2, range(100, 112), priority=1, arrival=-1.0)
     assert by_id(engine.schedule(), a, b) == {2: 12}, "the queue is in order of priority, then arrival"
     engine.update()
@@ -422,7 +422,7 @@ def test_worst_priority_is_the_victim_even_when_scheduled_in_this_very_step() ->
 
 
 def test_victim_scheduled_earlier_in_the_step_hands_back_its_budget_and_blocks() -> None:
-    engine = Engine(policy="priority", num_blocks=6, max_num_batched_tokens=3, max_num_seqs=3)  # 20 tokens
+    engine = Engine(scheduling_policy="priority", num_blocks=6, max_num_batched_tokens=3, max_num_seqs=3)  # 20 tokens
     a = engine.add(1, range(4), priority=5)
     engine.step()
     engine.step()
@@ -439,7 +439,7 @@ def test_victim_scheduled_earlier_in_the_step_hands_back_its_budget_and_blocks()
 
 
 def test_more_important_requests_are_never_preempted() -> None:
-    engine = Engine(policy="priority", num_blocks=6)
+    engine = Engine(scheduling_policy="priority", num_blocks=6)
     a, b = engine.add(1, range(8), priority=0), engine.add(2, range(100, 108), priority=3)
     engine.step()
     c = engine.add(3, [1], priority=-5)

@@ -22,13 +22,12 @@ import vserve.engine.cache.kv_layout as kv_capacity_module
 import vserve.engine.grammar.guide as guide_module
 import vserve.engine.schedule.block_pool as block_pool_module
 import vserve.engine.schedule.kv_cache as kv_cache_module
-import vserve.engine.schedule.kv_group as kv_group_module
 import vserve.engine.schedule.planner as planner_module
 import vserve.engine.schedule.prompt_results as prompt_results_module
 import vserve.engine.schedule.request as request_module
 import vserve.engine.schedule.roster as roster_module
 import vserve.engine.schedule.scheduler as scheduler_module
-import vserve.engine.schedule.stage_turns as stage_turns_module
+import vserve.engine.schedule.sharing as sharing_module
 import vserve.engine.schedule.step as step_module
 import vserve.engine.step.mask as mask_module
 from vserve.engine.grammar.guide import Guide
@@ -36,9 +35,9 @@ from vserve.engine.link.messages import RequestOutput, unpack_tokens
 from vserve.engine.link.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.link.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
 from vserve.engine.options.config import SchedulerConfig
-from vserve.engine.schedule.draft_depth import Depth
 from vserve.engine.schedule.request import Request, Status
 from vserve.engine.schedule.scheduler import Scheduler
+from vserve.engine.schedule.sharing import Depth
 from vserve.engine.step.mask import TokenMask, bound, make_mask
 
 VOCAB = 11
@@ -51,13 +50,13 @@ ROOMS = {
     "planner": planner_module,
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
-    "kv_group": kv_group_module,
+    "kv_group": kv_cache_module,
     "kv_capacity": kv_capacity_module,
     "block_pool": block_pool_module,
     "prompt_results": prompt_results_module,
     "request": request_module,
     "roster": roster_module,
-    "stage_turns": stage_turns_module,
+    "stage_turns": sharing_module,
     "step": step_module,
 }
 
@@ -446,7 +445,7 @@ def random_config(rng: random.Random, windowed: bool) -> SchedulerConfig:
         windows=windows,
         enable_prefix_caching=rng.random() < 0.75,
         enable_chunked_prefill=chunked,
-        policy=rng.choice(["fcfs", "priority"]),
+        scheduling_policy=rng.choice(["fcfs", "priority"]),
         depth=rng.randint(1, 3),
         **(random_sharing(rng) if chunked else {}),
     )
@@ -472,7 +471,7 @@ def with_drafts(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
 
 def with_stages(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     stages = rng.randint(2, 4)
-    return replace(config, num_stages=stages, depth=stages + 1, context_cost=rng.choice([0.0, 0.01, 0.3]))
+    return replace(config, pipeline_parallel_size=stages, depth=stages + 1, context_cost=rng.choice([0.0, 0.01, 0.3]))
 
 
 class RandomDepth(Depth):
@@ -650,7 +649,7 @@ class Simulation:
         self.quiet += 1
         assert self.quiet <= self.config.max_model_len + 2 * self.config.depth + 2, "steps go by, but nobody gets on"
         planned = set(plan.rows)
-        if self.config.num_stages > 1:
+        if self.config.pipeline_parallel_size > 1:
             self.check_turns(plan, ready)
         else:
             for request in ready:
@@ -708,7 +707,7 @@ class Simulation:
     def check_turns(self, plan: StepPlan, ready: list[Request]) -> None:
         """Every stage gets some of those who decode, everybody has a turn, and nobody holds up the others."""
         ready = [request for request in ready if request.sampling.pooling is None]  # as a prompt
-        stages, planned, new = self.config.num_stages, set(plan.rows), {new.row for new in plan.new_rows}
+        stages, planned, new = self.config.pipeline_parallel_size, set(plan.rows), {new.row for new in plan.new_rows}
         able = [request for request in ready if request.status is Status.RUNNING and request.row not in new]
         chosen = [request for request in able if request.row in planned]
         assert len(chosen) <= -(-len(ready) // stages), "no decodes are left to the other stages"
@@ -976,9 +975,9 @@ def caught(num_seeds: int, **options) -> str:
     return ""
 
 
-KEYED = "(key := self.keys[block]) is not None"
-FORGET = f"        if {KEYED}:\n            self.revoke"
-AGREED = "num_agreed + 1 if len(hits[place]) == len(keys) else 1"
+KEYED = "self.keys[block] is not None"
+FORGET = f"            if {KEYED}:\n                self.revoke"
+AGREED = "num_agreed + 1 if len(hits[index]) == len(keys) else 1"
 LEFT = "(num_computed_tokens - self.window + "
 REGISTRABLE = "min(num_tokens // self.block_size, len(hashes))"
 FIRST_CHUNK = "num_missing, needed = -(-num_new // size)"
@@ -1089,7 +1088,7 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
     elif room == "kv_group":
         monkeypatch.setattr(kv_cache_module, "KVGroup", broken.KVGroup)
     elif room == "kv_capacity":
-        monkeypatch.setattr(kv_group_module, "blocks_held", broken.blocks_held)
+        monkeypatch.setattr(kv_cache_module, "blocks_held", broken.blocks_held)
         monkeypatch.setattr(kv_cache_module, "longest_request", broken.longest_request)
     elif room == "kv_cache":
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)

@@ -17,9 +17,9 @@ from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
 from vserve.engine.options import cgroup
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.planning import host_memory, shortage, weight_size
-from vserve.engine.planning.resolved import Machine
-from vserve.engine.planning.shortage import is_out_of_memory, killed
+from vserve.engine.planning import host_memory, weight_size
+from vserve.engine.planning.host_memory import is_out_of_memory, killed
+from vserve.engine.planning.settings import Machine
 from vserve.engine.planning.weight_size import check_weights
 from vserve.engine.quant.online import OnlineScheme
 from vserve.engine.quant.scheme import make_scheme
@@ -278,7 +278,7 @@ def test_on_a_card_the_share_and_the_graphs_are_named(tiny_model: Any, monkeypat
     monkeypatch.setattr(rank, "ModelRunner", lambda model, **options: SimpleNamespace(device=torch.device("cuda")))
     monkeypatch.setattr(rank, "take_memory", lambda *_: (_ for _ in ()).throw(ERRORS[0]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 2, 80 * GIB))
-    monkeypatch.setattr("vserve.engine.planning.resolved.even_rows", lambda device, rows: rows)
+    monkeypatch.setattr("vserve.engine.planning.settings.even_rows", lambda device, rows: rows)
     with pytest.raises(ConfigError, match=r"H100 has 0\.50 GiB free of 80\.00 GiB, the wei") as raised:
         Engine(EngineConfig(str(tiny_model("llama")), dtype="bfloat16"), lambda _: None)
     assert str(raised.value).endswith(
@@ -293,8 +293,8 @@ def test_other_errors_are_left_as_they_are() -> None:
 
 
 def test_an_engine_that_was_killed_while_it_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shortage, "available_bytes", lambda: 128 << 20)
-    monkeypatch.setattr(shortage, "machine_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 128 << 20)
+    monkeypatch.setattr(host_memory, "machine_bytes", lambda: 16 * GIB)
     line = killed("weights", 3 * GIB, 14 * GIB, EngineConfig("m", device="cpu"))
     assert "killed by signal 9 while loading the weights (3.00 GiB of 14.00 GiB done)" in line
     assert "has 0.12 GiB free of 16.00 GiB" in line and line.endswith(

@@ -22,7 +22,7 @@ from vserve.engine.grammar.guide import ThinkingMatcher
 from vserve.engine.link.sampling_params import Pooling, SamplingParams, Thinking
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.speculation import Speculation, read_speculation
-from vserve.engine.schedule.draft_depth import Depth
+from vserve.engine.schedule.sharing import Depth
 from vserve.engine.step.runner import ModelRunner
 
 LENGTH = 24

@@ -22,7 +22,7 @@ from vserve.engine.planning.step_model import StepModel
 from vserve.engine.schedule import planner
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler
-from vserve.engine.schedule.stage_turns import equal_chunk, whose_turn
+from vserve.engine.schedule.sharing import equal_chunk, whose_turn
 
 LLAMA_70B = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 8192, "num_hidden_layers": 80,
@@ -86,7 +86,7 @@ def clock(num_stages: int, **options: Any) -> Clock:
     models = [StepModel(shape_of(model, weights, NUMBERS, stage=stage), CARDS["h200"]) for stage in stages]
     values = {
         "max_model_len": 16384, "max_num_batched_tokens": max(1024, 8192 // num_stages), "max_num_seqs": 256,
-        "max_mixed_tokens": 1024, "num_blocks": 60_000, "depth": num_stages + 1, "num_stages": num_stages,
+        "max_mixed_tokens": 1024, "num_blocks": 60_000, "depth": num_stages + 1, "pipeline_parallel_size": num_stages,
         "context_cost": context_cost(model), "enable_prefix_caching": False,
     }  # fmt: skip
     return Clock(models, SchedulerConfig(**(values | options)))

@@ -207,7 +207,7 @@ def test_stages_share_layers_and_the_matrices_around_them(tmp_path: Path, dense:
     assert sum(shape.num_layers for shape in shapes) == 32 and sum(shape.dense for shape in shapes) == whole.shape.dense
     assert sum(shape.kv_bytes for shape in shapes) == whole.shape.kv_bytes
     scheduler = setup.scheduler
-    assert (scheduler.num_stages, scheduler.depth, scheduler.max_num_batched_tokens) == (3, 4, 8192 // 3)
+    assert (scheduler.pipeline_parallel_size, scheduler.depth, scheduler.max_num_batched_tokens) == (3, 4, 8192 // 3)
     assert scheduler.context_cost > 0 and setup.cache_tokens > 2.8 * dense.cache_tokens
     assert setup.seconds_alone() > dense.seconds_alone()
 

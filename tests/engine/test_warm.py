@@ -15,9 +15,8 @@ from vserve.engine.describe import model_source
 from vserve.engine.errors import ConfigError
 from vserve.engine.link import logs
 from vserve.engine.options.config import EngineConfig
-from vserve.engine.start import kernel_cache, precompile, warm
-from vserve.engine.start.kernel_cache import CacheSize, use_kernel_cache
-from vserve.engine.start.precompile import fingerprint
+from vserve.engine.start import precompile
+from vserve.engine.start.precompile import CacheSize, fingerprint, use_kernel_cache
 from vserve.server.cli import main
 
 VARIABLES = ("TRITON_CACHE_DIR", "TRITON_HOME", "VSERVE_CACHE", "XDG_CACHE_HOME")
@@ -50,7 +49,7 @@ def bare(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 def test_one_folder_for_kernels(bare: pytest.MonkeyPatch, variables: dict[str, str], folder: str) -> None:
     for name, value in variables.items():
         bare.setenv(name, value)
-    assert kernel_cache.kernel_cache() == Path(folder)
+    assert precompile.kernel_cache() == Path(folder)
 
 
 def test_triton_writes_there(bare: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -68,7 +67,7 @@ def test_the_cpu_has_nothing_to_warm(bare: pytest.MonkeyPatch, capsys: Any) -> N
     assert main.main(["warm", "--device", "cpu"]) == 1
     assert "nothing is compiled for the CPU" in capsys.readouterr().err
     with pytest.raises(ConfigError, match=r"torch sees no card here.* run `vserve warm` there"):
-        warm.warm(EngineConfig("m"), lambda progress: None)
+        precompile.warm(EngineConfig("m"), lambda progress: None)
 
 
 def test_a_start_on_made_up_weights_fills_the_cache(
@@ -90,7 +89,7 @@ def test_a_start_on_made_up_weights_fills_the_cache(
 
     helpers = SimpleNamespace(wait=lambda: ran.append("wait"), kill=lambda: ran.append("kill"))
     bare.setattr(engine_module, "Engine", Start)
-    bare.setattr(warm.Precompile, "start", lambda config: ran.append(config) or helpers)
+    bare.setattr(precompile.Precompile, "start", lambda config: ran.append(config) or helpers)
     folder = str(tiny_model("llama"))
     assert main.main(["warm", folder, "--max-model-len", "64", "--port", "9000"]) == 0
     assert ran[0] is ran[1] and ran[2:] == ["wait", "kill"]

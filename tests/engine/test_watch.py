@@ -8,7 +8,7 @@ import time
 import msgspec
 import pytest
 
-from vserve.engine.link.messages import HISTORY, StepReport, StepReports
+from vserve.engine.link.messages import HISTORY, StepRecord, StepReport, StepReports
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import EngineConfig, SchedulerConfig
 from vserve.engine.schedule.kv_cache import KVCacheManager
@@ -45,7 +45,7 @@ def test_every_token_of_every_request_is_in_the_reports(tiny_model):
             client.watch_steps(seen.append)
             await asyncio.gather(*(ask(10 + i) for i in range(REQUESTS)))
             async with asyncio.timeout(60):
-                while sum(step.num_tokens for reports in seen for step in reports.steps) < TOKENS:
+                while sum(step.record.num_tokens for reports in seen for step in reports.steps) < TOKENS:
                     await asyncio.sleep(0.01)
             client.unwatch_steps(seen.append)
             await ask(6)
@@ -57,12 +57,13 @@ def test_every_token_of_every_request_is_in_the_reports(tiny_model):
 
     asyncio.run(main())
     steps = [step for reports in seen for step in reports.steps]
-    assert all(isinstance(step, StepReport) and step.device_us > 0 for step in steps)
-    assert [step.step for step in steps] == sorted({step.step for step in steps})
+    assert all(isinstance(step, StepReport) and step.record.device_seconds > 0 for step in steps)
+    assert [step.record.step for step in steps] == sorted({step.record.step for step in steps})
     prefill: dict[int, int] = {}
     decode: dict[int, int] = {}
     for step in steps:
-        assert sum(tokens for _, tokens, _ in step.rows) == step.num_tokens and len(step.rows) == step.num_requests
+        assert sum(tokens for _, tokens, _ in step.rows) == step.record.num_tokens
+        assert len(step.rows) == step.record.num_requests
         for id, tokens, is_prefill in step.rows:
             counts = prefill if is_prefill else decode
             counts[id] = counts.get(id, 0) + tokens
@@ -113,7 +114,7 @@ def test_the_last_steps_are_told_to_whoever_asks(tiny_model, monkeypatch):
 
 def test_the_map_counts_every_block_once():
     kv = KVCacheManager(SchedulerConfig(4096, 512, 8, num_blocks=2001))
-    blocks = [kv.pool.take() for _ in range(300)]
+    blocks = [kv.pool.take_many(1)[0] for _ in range(300)]
     for number, block in enumerate(blocks):
         if number % 2:
             kv.pool.register(block, bytes([number % 256, number // 256]))
@@ -127,7 +128,7 @@ def test_the_map_counts_every_block_once():
     assert sent.pop() == whole, "whoever comes gets the same, and steps that wait stay"
     now = time.monotonic()
     for second in range(1, PARTS + 2):
-        watch.add(StepReport(second, now + second, 1, 1, 1, 1, 1, []))
+        watch.add(StepReport(StepRecord(second, 0.0, 1, 1, 1), []), now + second)
     parts = [reports.blocks for reports in sent[1:]]
     assert len({part.start for part in parts[:-1]}) == PARTS and parts[-1].start == 0, "the parts go round"
     assert sum(sum(part.used) for part in parts[:-1]) == 200 and sum(sum(part.cached) for part in parts[:-1]) == 50
@@ -147,7 +148,7 @@ def test_of_many_requests_the_first_and_the_last_are_named():
 def test_watching_a_step_costs_two_percent_of_a_quick_one(slowness: float):
     """As on a GPU: 256 requests, 240 steps a second, 100,000 blocks; the messages, and their encoding, are in it."""
     kv = KVCacheManager(SchedulerConfig(4096, 8192, 256, num_blocks=100_001))
-    kv.pool.release([kv.pool.take() for _ in range(50_000)][::2])
+    kv.pool.release([kv.pool.take_many(1)[0] for _ in range(50_000)][::2])
     step = Step(0, 8192)
     for id in range(256):
         step.scheduled[Request(id, [1] * 4, SamplingParams(max_tokens=5))] = 1
@@ -160,7 +161,8 @@ def test_watching_a_step_costs_two_percent_of_a_quick_one(slowness: float):
         started = time.thread_time()
         for number in range(num_steps):
             now += seconds_a_step
-            watch.add(StepReport(number, now, 900, 4000, 256, 256, 256, StepWatch.rows(step)))
+            record = StepRecord(number, 0.0, 256, 256, 256, 9e-4, 4e-3)
+            watch.add(StepReport(record, StepWatch.rows(step)), now)
         best = min(best, (time.thread_time() - started) / num_steps)
         assert len(sent) >= num_steps * seconds_a_step / 0.11
     print(f"{1e6 * best:.0f} us a step")

@@ -19,8 +19,8 @@ from vserve.engine.parallel.pipeline import WHOLE, Stage
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler
 from vserve.engine.start.warm_steps import warm_up_steps
-from vserve.engine.step.pending import Pending
 from vserve.engine.step.runner import ModelRunner
+from vserve.engine.step.sampled import Pending
 from vserve.engine.weights.loader import load_model
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
@@ -72,8 +72,8 @@ def answers(stages: list[ModelRunner], windows: tuple[int, ...]) -> list[list[in
     """As the engine loop runs them, with as many plans in flight."""
     count = len(stages)
     config = SchedulerConfig(
-        LENGTH, 256, SEQS, num_blocks=BLOCKS, windows=windows, depth=count + 1, num_stages=count, max_mixed_tokens=128,
-        context_cost=1e-3 if count > 1 else 0.0, enable_prefix_caching=False,
+        LENGTH, 256, SEQS, num_blocks=BLOCKS, windows=windows, depth=count + 1, pipeline_parallel_size=count,
+        max_mixed_tokens=128, context_cost=1e-3 if count > 1 else 0.0, enable_prefix_caching=False,
     )  # fmt: skip
     scheduler = Scheduler(config)
     found: list[list[int]] = []

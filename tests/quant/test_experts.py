@@ -16,8 +16,7 @@ from vserve.engine.errors import ModelError
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.planning.weight_size import weight_size
 from vserve.engine.quant.experts import PackedExperts, QuantizedExperts
-from vserve.engine.start.described import describe
-from vserve.engine.start.expert_info import describe_experts, told_of_experts
+from vserve.engine.start.described import describe, describe_experts, experts_log_line
 from vserve.engine.weights.loader import load_model
 from vserve.kernels.experts.moe_lora import ExpertLora, ExpertPairs
 
@@ -168,7 +167,7 @@ def test_the_start_names_what_experts_run_with(
     found = describe_experts(load(plain))
     assert found["products"] == "products of float32 × 1 layers" and found["on_this_rank"] == "4"
     model = load(write(plain, tmp_path, "fp8_blocks") / "quantized", dtype=torch.bfloat16)
-    assert told_of_experts(describe_experts(model)) == (
+    assert experts_log_line(describe_experts(model)) == (
         f"experts: 1 layers of 4, of which a token has {found['experts_per_token']}; on this rank 4; "
         "e4m3 codes: experts' kernels, FP8 products for many rows × 1 layers"
     )

@@ -19,7 +19,7 @@ from vserve.engine.models.blocks import CausalLM
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.quant.matrix import Int4Matrix
 from vserve.engine.quant.method import Quantized
-from vserve.engine.start.described import describe, told
+from vserve.engine.start.described import describe, log_line
 from vserve.engine.start.rank import Rank
 from vserve.engine.weights.loader import load_model
 
@@ -60,7 +60,7 @@ def test_a_model_multiplies_by_what_its_codes_mean(
         said["quantized"] == 2 * 7 and said["unquantized"] == 1 and said["method"] == model.config.quantization.method
     )
     assert isinstance(said["bytes"], int) and said["bytes"] < sum(w.numel() for n, w in expected.items()) * 2.5
-    assert told(said).startswith(f"quantization {said['method']}: ")
+    assert log_line(said).startswith(f"quantization {said['method']}: ")
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ def test_a_configuration_that_claims_more_than_the_files_have(
         "plain numbers alone: it is served as they are; to quantize it at load, take quantization_config out and pass "
         "--quantization"
     )
-    assert told(describe(model)).endswith(": of no matrix, 15 are as they are")
+    assert log_line(describe(model)).endswith(": of no matrix, 15 are as they are")
     plain = matrices(load(tiny_model("llama")))
     assert all(torch.equal(found, plain[name]) for name, found in matrices(model).items())
 

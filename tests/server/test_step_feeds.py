@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from vserve.engine.link.messages import BlockMap, StepReport, StepReports
+from vserve.engine.link.messages import BlockMap, StepRecord, StepReport, StepReports
 from vserve.server.errors import ApiError
 from vserve.server.observe import step_feeds
 from vserve.server.observe.step_feeds import MOST_OF_ONE, MOST_PAGES, StepFeeds, Watcher
@@ -30,7 +30,7 @@ class Engine:
         self.listeners.remove(listener)
 
     def say(self, start: int, used: list[int], steps: int = 0) -> None:
-        reports = [StepReport(number, 0.0, 1, 1, 1, 1, 1, []) for number in range(steps)]
+        reports = [StepReport(StepRecord(number, 0.0, 1, 1, 1), []) for number in range(steps)]
         for listener in self.listeners:
             listener(StepReports(reports, BlockMap(6, 2, start, used, [0] * len(used))))
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from vserve.engine.schedule.planner import FEW_DECODES
-from vserve.engine.step.graphs import decode_sizes
+from vserve.engine.step.graph_table import decode_sizes
 from vserve.kernels.launch.tiles import tile_table
 from vserve.kernels.linear import cublaslt
 from vserve.kernels.linear.cublaslt import Algorithm, Candidate, measured_linear

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,10 +22,12 @@ from ..options.config import EngineConfig, SchedulerConfig
 from ..options.speculation import NO_DRAFTS, Speculation, read_speculation
 from ..schedule.planner import FEW_DECODES
 from .memory import MemoryPlan
-from .whole_texts import whole_texts
 
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
 LARGE_CHUNKS = (2, 4)
+# Of an engine that reads whole texts, by the kind of device.
+STEP_TOKENS = {"cuda": 16384, "cpu": 1024}
+STEP_TEXTS = {"cuda": 1024, "cpu": 128}
 
 
 @dataclass(frozen=True)
@@ -40,52 +43,27 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Resolved:
-    """Before memory is planned. Fields that are options of EngineConfig are named as there."""
+class Settings(SchedulerConfig):
+    """An engine's settings before its memory is planned, of which the scheduler reads those that it declares.
 
+    Options that are left open, or become something else, stand here by their names; all others are in `config`.
+    """
+
+    config: EngineConfig
     machine: Machine
     vocab_size: int
     hidden_size: int
     dtype: torch.dtype
-    exact: (
-        bool  # one was named that is more precise than bfloat16, and on the CPU no product with codes computes in less
-    )
+    exact: bool  # one more precise than bfloat16 was named: on the CPU no product with codes computes in less
     model_impl: str  # vserve or transformers
-    load_format: str
-    seed: int
-    max_model_len: int
-    block_size: int
     kv_cache_dtype: str  # the activations' type, fp8_e4m3 or fp8_e5m2
     calculate_kv_scales: bool
-    tensor_parallel_size: int
-    pipeline_parallel_size: int
     pipeline_layer_partition: str  # layers of the stages, as they are; "" of one
-    context_cost: float  # see SchedulerConfig
-    enable_expert_parallel: bool
-    disable_custom_all_reduce: bool
-    enable_prefix_caching: bool
-    prefix_cache_seed: str = field(repr=False)  # "": a random one
-    max_num_batched_tokens: int
-    max_num_seqs: int
-    max_mixed_tokens: int  # 0: max_num_batched_tokens
-    large_mixed_tokens: tuple[int, ...]  # of mixed steps when many prompts wait
-    backlog_steps: int
-    max_num_partial_prefills: int  # 0: as many as a step holds
-    max_long_partial_prefills: int
-    long_prefill_token_threshold: int
-    enable_chunked_prefill: bool
-    scheduling_policy: str
     speculative_config: str  # as it was given; "": no drafts
     speculation: Speculation
     enforce_eager: bool
-    max_cudagraph_capture_size: int
     max_logprobs: int
-    enable_lora: bool
-    max_loras: int  # 0: no adapter is served
-    max_cpu_loras: int
-    max_lora_rank: int
     lora_dtype: torch.dtype
-    lora_target_modules: tuple[str, ...]  # empty: all that can have one
     reduced: tuple[str, ...] = ()  # options that became less than the model or the device would allow
     notices: tuple[str, ...] = ()  # for the log
 
@@ -99,108 +77,96 @@ class Resolved:
         return min(self.max_mixed_tokens or self.max_num_batched_tokens, self.max_num_batched_tokens)
 
     @property
-    def draft_depths(self) -> tuple[tuple[int, int], ...]:
-        return self.speculation.depths
-
-    @property
     def uses_graphs(self) -> bool:
         return self.device.type == "cuda" and not self.enforce_eager
 
-    def fitted(self, plan: MemoryPlan) -> Fitted:
-        """With what fits the memory."""
+    def named_as_in(self, names: Iterable[str]) -> dict[str, Any]:
+        mine = {spec.name for spec in dataclasses.fields(self)}
+        return {name: getattr(self, name) for name in names if name in mine}
+
+    def drafted_by(self, method: str) -> Settings:
+        """The same with what the drafting checkpoint turned out to be: /server_info shows it."""
+        asked = json.dumps(json.loads(self.speculative_config) | {"method": method})
+        return dataclasses.replace(self, speculative_config=asked)
+
+    def fit(self, plan: MemoryPlan) -> Fitted:
+        """The same with what fits the memory."""
         cut = plan.max_model_len < self.max_model_len
-        notices = plan.notices
+        notices, seed, format = plan.notices, self.prefix_cache_seed, plan.layout.format
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < plan.max_model_len:
             notices += (
                 f"chunked prefill is off: prompts are limited to max_num_batched_tokens={self.max_num_batched_tokens}; "
                 f"raise it to {plan.max_model_len} to use the whole context",
             )
-        settings = {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(self)}
-        settings |= {
+        if seed and format.code:  # equal keys are to mean equal bytes in all engines of a fleet
+            seed = f"{seed}\0{format.code}{format.token_scales:d}"
+        fitted = {
             "max_model_len": plan.max_model_len,
+            "num_blocks": plan.num_blocks,
+            "windows": plan.layout.windows,
+            "prefix_cache_seed": seed,
             "reduced": ("max_model_len", *self.reduced) if cut else self.reduced,
             "notices": notices,
         }
-        return Fitted(plan=plan, **settings)
+        return Fitted(**(vars(self) | fitted), plan=plan)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fitted(Resolved):
-    """After memory was planned: what scheduler, clients and /server_info go by."""
+class Fitted(Settings):
+    """An engine's settings once memory was planned: the scheduler's configuration, and what EngineInfo is a view of."""
 
     plan: MemoryPlan
 
-    def scheduler_config(self, windows: tuple[int, ...], depth: int) -> SchedulerConfig:
-        """`windows`: of the KV groups; `depth`: steps in flight."""
-        derived = {
-            "num_blocks": self.plan.num_blocks,
-            "windows": windows,
-            "policy": self.scheduling_policy,
-            "depth": depth,
-            "num_stages": self.pipeline_parallel_size,
-            "max_drafts": max((drafts for _, drafts in self.draft_depths), default=0),
-            "draft_depths": self.draft_depths,
-            "drafts_with_grammars": not self.speculation.acceptance,
-        }
-        format = self.plan.layout.format
-        if self.prefix_cache_seed and format.code:  # equal keys are to mean equal bytes in all engines of a fleet
-            derived["prefix_cache_seed"] = f"{self.prefix_cache_seed}\0{format.code}{format.token_scales:d}"
-        return SchedulerConfig(**(self._named_as_in(SchedulerConfig) | derived))
-
-    def info(self, startup_seconds: dict[str, float], quantization: dict[str, str | int]) -> EngineInfo:
-        plan = self.plan
-        dtype = str(self.dtype).removeprefix("torch.")
-        options = self._named_as_in(EngineConfig) | {
-            "dtype": dtype,
-            "lora_dtype": str(self.lora_dtype).removeprefix("torch."),
-            "lora_target_modules": " ".join(self.lora_target_modules),
+    def options(self) -> dict[str, bool | int | float | str]:
+        """Options as they are in effect, by name; none that is a secret, or still left open."""
+        public = {name: value for name, value in vars(self.config).items() if name not in SECRETS}
+        changed = self.named_as_in(public) | {
+            "dtype": _name(self.dtype),
+            "lora_dtype": _name(self.lora_dtype),
+            "lora_target_modules": " ".join(self.config.lora_target_modules),
             "device": self.machine.name,
             "cpu_threads": self.machine.cpu_threads,
-            "kv_cache_memory_bytes": plan.cache,
-            "num_gpu_blocks_override": plan.num_blocks - 1,
+            "kv_cache_memory_bytes": self.plan.cache,
+            "num_gpu_blocks_override": self.plan.num_blocks - 1,
         }
-        del options["prefix_cache_seed"]  # a secret stays in this process
+        return {name: value for name, value in (public | changed).items() if value is not None}
+
+    def info(self, startup_seconds: dict[str, float], quantization: dict[str, str | int], **more: Any) -> EngineInfo:
+        """What other processes are told. `more`: fields of EngineInfo that the model says."""
+        plan, options = self.plan, self.options()
         if quantization:
             options["quantization"] = quantization["method"]
-        return EngineInfo(
-            max_model_len=self.max_model_len,
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            max_num_seqs=self.max_num_seqs,
-            max_num_batched_tokens=self.max_num_batched_tokens,
-            block_size=self.block_size,
-            num_blocks=plan.num_blocks - 1,
-            num_kv_tokens=plan.num_tokens,
-            num_kv_groups=len(plan.layout.groups),
-            enable_prefix_caching=self.enable_prefix_caching,
-            scheduling_policy=self.scheduling_policy,
-            max_logprobs=self.max_logprobs,
-            dtype=dtype,
-            device=self.machine.name,
-            memory={
+        told = self.named_as_in(EngineInfo.__struct_fields__) | {
+            "num_blocks": plan.num_blocks - 1,
+            "dtype": options["dtype"],
+            "memory": {
                 "weights": plan.weights,
                 "activations": plan.activations,
                 "graphs": plan.graphs,
                 "other": plan.other,
                 "kv_cache": plan.cache,
             },
-            kv_cache={
+            "kv_cache": {
                 "dtype": self.kv_cache_dtype,
                 "scales": plan.layout.format.scales,
                 "block_bytes": plan.layout.block_bytes(self.dtype.itemsize),
             },
-            startup_seconds=startup_seconds,
-            settings=options,
-            quantization=quantization,
+        }
+        return EngineInfo(
+            **(told | more), num_kv_tokens=plan.num_tokens, num_kv_groups=len(plan.layout.groups),
+            device=self.machine.name, startup_seconds=startup_seconds, settings=options, quantization=quantization,
             fitted=self.reduced,
-        )
-
-    def _named_as_in(self, kind: type) -> dict[str, Any]:
-        mine = {spec.name for spec in dataclasses.fields(self)}
-        return {spec.name: getattr(self, spec.name) for spec in dataclasses.fields(kind) if spec.name in mine}
+        )  # fmt: skip
 
 
-def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resolved:
+SECRETS = {spec.name for spec in dataclasses.fields(EngineConfig) if spec.metadata["secret"]}
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Settings:
     """Raises ConfigError for options that contradict the model or each other."""
     device = machine.device
     mixture = any(isinstance(layer.mlp, MoESpec) for layer in model.layers)
@@ -215,15 +181,16 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
     chunk = default_chunk(mixture, codes, drafts=config.speculative_config is not None)
     mixed = resolve_max_mixed_tokens(config, device.type, tokens, chunk)
     loras = config.max_loras if config.enable_lora else 0
-    names = {spec.name for spec in dataclasses.fields(Resolved)}
+    names = {spec.name for spec in dataclasses.fields(Settings)}
     asked = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config) if spec.name in names}
     found = {
+        "config": config,
         "machine": machine,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden_size,
         "dtype": dtype,
         "exact": config.dtype != "auto" and dtype != torch.bfloat16,
-        **vars(KVSettings.of(config, model, str(dtype).removeprefix("torch."))),
+        **vars(KVSettings.of(config, model, _name(dtype))),
         "pipeline_layer_partition": _partition(config, model),
         "context_cost": context_cost(model) if stages > 1 else 0.0,
         "max_loras": loras,
@@ -242,13 +209,22 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Resol
         "long_prefill_token_threshold": choose_long_prefill(config, length),
         "backlog_steps": config.backlog_steps or default_backlog_steps(chunk),
         "speculative_config": config.speculative_config or "",
-        "speculation": choose_speculation(config, model, tokens, seqs),
+        "speculation": (speculation := choose_speculation(config, model, tokens, seqs)),
+        "draft_depths": speculation.depths,
+        "max_drafts": max((drafts for _, drafts in speculation.depths), default=0),
+        "drafts_with_grammars": not speculation.acceptance,
+        "depth": stages + 1 if stages > 1 else steps_in_flight(device),
         "reduced": reduced,
         "notices": notices,
     }
     if not model.causal:
         found |= whole_texts(config, length, machine.device.type)
-    return Resolved(**(asked | found))
+    return Settings(**(asked | found))
+
+
+def steps_in_flight(device: torch.device) -> int:
+    """On a GPU the next step is launched before the last is over; on the CPU, launching is computing."""
+    return 2 if device.type == "cuda" else 1
 
 
 def _partition(config: EngineConfig, model: ModelConfig) -> str:
@@ -314,7 +290,7 @@ def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_
     return min(chunk, max_num_batched_tokens)
 
 
-def step_limits(config: EngineConfig, found: Resolved) -> str:
+def step_limits(config: EngineConfig, found: Settings) -> str:
     """For the log: which of the options that limit a step acts. "" where none was given."""
     if config.max_num_batched_tokens is None and config.max_mixed_tokens is None:
         return ""
@@ -403,3 +379,40 @@ def choose_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
             f"{limit} allows; set it to {model.max_model_len} or less"
         )
     return config.max_model_len
+
+
+def whole_texts(config: EngineConfig, length: int, kind: str) -> dict[str, Any]:
+    """Settings of an engine that reads whole texts: each is computed in one step, which has as many as it holds, and
+    nothing is cached.
+
+    `kind`: of the device, "cuda" or "cpu".
+    Raises ConfigError for a step that is shorter than the longest text.
+    """
+    if config.kv_cache_dtype != "auto":
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: this model reads texts whole and has no cache: leave it out"
+        )
+    tokens = config.max_num_batched_tokens
+    if tokens is not None and config.max_model_len is not None and tokens < config.max_model_len:
+        raise ConfigError(
+            f"--max-num-batched-tokens is {tokens}: this model reads a text in one step, and --max-model-len is "
+            f"{config.max_model_len}; raise the first or lower the second"
+        )
+    length = min(length, tokens or length)
+    tokens = tokens or max(length, STEP_TOKENS[kind])
+    return {
+        "max_model_len": length,
+        "max_num_batched_tokens": tokens,
+        "max_num_seqs": min(config.max_num_seqs or STEP_TEXTS[kind], tokens),
+        "max_mixed_tokens": 0,
+        "large_mixed_tokens": (),
+        "max_num_partial_prefills": 0,
+        "max_long_partial_prefills": 0,
+        "long_prefill_token_threshold": 0,
+        "enable_chunked_prefill": False,
+        "enable_prefix_caching": False,
+        "enforce_eager": True,
+        "block_size": length,  # a text takes one block, of nothing
+        "reduced": (),
+        "notices": (),
+    }

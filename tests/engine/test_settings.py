@@ -15,9 +15,9 @@ from vserve.engine.errors import ConfigError
 from vserve.engine.families.layer_spec import KVSpec
 from vserve.engine.options.config import EngineConfig, SchedulerConfig
 from vserve.engine.planning.memory import MemoryPlan
-from vserve.engine.planning.resolved import Machine, Resolved, resolve, step_limits
-from vserve.engine.start.make_adapters import most_tokens
-from vserve.engine.step.graphs import StepGraphs
+from vserve.engine.planning.settings import Machine, Settings, resolve, step_limits
+from vserve.engine.start.rank import most_tokens
+from vserve.engine.step.graph_table import GraphTable
 from vserve.kernels.linear import linear_hopper
 
 CPU = Machine(torch.device("cpu"), "cpu", 0, 3)
@@ -77,7 +77,7 @@ def test_quantised_weights_read_prompts_in_larger_steps(
     assert resolve(EngineConfig("m", load_format="dummy"), mixture, CARD).max_mixed_tokens == 4096
 
 
-def open_fields(resolved: Resolved) -> list[str]:
+def open_fields(resolved: Settings) -> list[str]:
     values = {spec.name: getattr(resolved, spec.name) for spec in dataclasses.fields(resolved)}
     return [name for name, value in values.items() if value is None or value == "auto"]
 
@@ -110,7 +110,7 @@ def test_what_was_asked_for_is_what_counts(model: ModelConfig) -> None:
     }  # fmt: skip
     found = resolve(EngineConfig("m", **asked), model, CARD)
     for name, value in asked.items():
-        assert getattr(found, name) == (torch.float16 if name == "dtype" else value), name
+        assert getattr(found, name, getattr(found.config, name)) == (torch.float16 if name == "dtype" else value), name
     assert not resolve(EngineConfig("m", enforce_eager=True), model, CARD).uses_graphs and found.uses_graphs
     assert not resolve(EngineConfig("m"), model, CPU).uses_graphs
 
@@ -119,10 +119,8 @@ def test_what_was_asked_for_is_what_counts(model: ModelConfig) -> None:
 def test_adapters_have_room_for_the_largest_graph(model: ModelConfig, tokens: int, seqs: int) -> None:
     config = EngineConfig("m", enable_lora=True, max_model_len=512, max_num_batched_tokens=tokens, max_num_seqs=seqs)
     found = resolve(config, model, CARD)
-    graphs = StepGraphs(
-        None, lambda batch, wanted: torch.empty(0), found.max_cudagraph_capture_size, found.mixed_step, (), coarse=True
-    )
-    assert graphs.shapes()[0].tokens <= most_tokens(found)
+    graphs = GraphTable(found.config.max_cudagraph_capture_size, found.mixed_step, (), coarse=True)
+    assert graphs.shapes[0].tokens <= most_tokens(found)
 
 
 def test_a_checkpoint_in_float32_is_served_in_bfloat16_on_a_card(model: ModelConfig) -> None:
@@ -143,7 +141,7 @@ def test_without_chunked_prefill_a_step_takes_a_whole_prompt(model: ModelConfig)
     found = resolve(EngineConfig("m", enable_chunked_prefill=False, max_num_batched_tokens=500), model, CARD)
     assert (found.max_mixed_tokens, found.large_mixed_tokens) == (0, ())
     assert found.notices == ("max_num_seqs lowered to 500, the value of --max-num-batched-tokens",)
-    assert found.fitted(plan(max_model_len=500)).notices == (), "each is said once"
+    assert found.fit(plan(max_model_len=500)).notices == (), "each is said once"
 
 
 @pytest.mark.parametrize(
@@ -169,7 +167,7 @@ def test_tokens_of_a_step_that_were_named_hold_beside_decodes_too(
     model: ModelConfig, monkeypatch: pytest.MonkeyPatch, options: dict[str, int], mixed: int, large: tuple[int, ...],
     said: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("vserve.engine.planning.resolved.even_rows", lambda device, rows: {4096: 4224}.get(rows, rows))
+    monkeypatch.setattr("vserve.engine.planning.settings.even_rows", lambda device, rows: {4096: 4224}.get(rows, rows))
     config = EngineConfig("m", **options)  # type: ignore[arg-type]
     found = resolve(config, model, CARD)
     assert (found.mixed_step, found.large_mixed_tokens) == (mixed, large)
@@ -195,13 +193,13 @@ def test_what_memory_decides(model: ModelConfig) -> None:
     model = dataclasses.replace(model, dtype=torch.bfloat16)
     asked = resolve(EngineConfig("m", load_format="dummy", max_num_seqs=9000), model, CARD)
     assert asked.max_model_len > 60
-    fitted = asked.fitted(plan(max_model_len=60, notices=("context cut",)))
+    fitted = asked.fit(plan(max_model_len=60, notices=("context cut",)))
     assert not open_fields(fitted) and fitted.notices == ("context cut",)
-    scheduler = fitted.scheduler_config(windows=(0, 0), depth=2)
-    assert scheduler == SchedulerConfig(
+    expected = SchedulerConfig(
         max_model_len=60, max_num_batched_tokens=9000, max_num_seqs=9000, max_mixed_tokens=1024,
-        large_mixed_tokens=asked.large_mixed_tokens, num_blocks=101, windows=(0, 0), depth=2,
+        large_mixed_tokens=asked.large_mixed_tokens, num_blocks=101, depth=2,
     )  # fmt: skip
+    assert {name: getattr(fitted, name) for name in vars(expected)} == vars(expected), "as the scheduler reads them"
     info = fitted.info({"weights": 1.5}, {})
     assert info.fitted == ("max_model_len", "max_num_batched_tokens") and info.startup_seconds == {"weights": 1.5}
     assert (info.max_model_len, info.num_blocks, info.dtype, info.device) == (60, 100, "bfloat16", "H100")
@@ -209,30 +207,25 @@ def test_what_memory_decides(model: ModelConfig) -> None:
     told = info.settings
     assert told["max_model_len"] == 60 and told["num_gpu_blocks_override"] == 100 and told["cpu_threads"] == 8
     assert told["dtype"] == "bfloat16" and told["kv_cache_memory_bytes"] == 50 and told["device"] == "H100"
-    left = {spec.name for spec in dataclasses.fields(EngineConfig)} - set(told)
-    changes = {"hf_config_path", "hf_overrides", "quantization", "rope_theta", "rope_scaling", "disable_sliding_window"}
-    others = {"model", "revision", "download_dir", "gpu_memory_utilization", "engine_in_process", "prefix_cache_seed"}
-    others |= {"merge_lora", "qlora_adapter_name_or_path"}
-    others |= {"data_parallel_size", "kv_events_config", "trust_remote_code", "runner", "convert", "task"}
-    others |= {"distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port", "host_ip"}
-    others |= {"cluster_secret", "distributed_timeout_seconds", "ray_workers_use_nsight"}
-    assert left == others | changes, "nothing that can be left open, and no secret"
+    assert info.kv_cache["scales"] == "none" and told["seed"] == 0 and told["tensor_parallel_size"] == 1
+    left = {spec for spec in dataclasses.fields(EngineConfig) if spec.name not in told}
+    open_ones = {spec.name for spec in left if not spec.metadata["secret"]}
+    assert len(left) > len(open_ones) and all(getattr(fitted.config, name) is None for name in open_ones), "and secrets"
 
 
 def test_prompts_that_no_step_holds_are_said(model: ModelConfig) -> None:
     asked = resolve(EngineConfig("m", enable_chunked_prefill=False, max_num_batched_tokens=2000), model, CARD)
-    assert not asked.fitted(plan(max_model_len=2000)).notices
-    (notice,) = asked.fitted(plan(max_model_len=2001)).notices
+    assert not asked.fit(plan(max_model_len=2000)).notices
+    (notice,) = asked.fit(plan(max_model_len=2001)).notices
     assert "prompts are limited to max_num_batched_tokens=2000; raise it to 2001" in notice
 
 
 def test_the_seed_of_the_prefix_cache_reaches_the_scheduler_and_nobody_else(model: ModelConfig) -> None:
     model = dataclasses.replace(model, dtype=torch.bfloat16)
-    fitted = resolve(EngineConfig("m", prefix_cache_seed="of the fleet"), model, CARD).fitted(plan())
-    assert fitted.scheduler_config((0,), 1).prefix_cache_seed == "of the fleet"
+    fitted = resolve(EngineConfig("m", prefix_cache_seed="of the fleet"), model, CARD).fit(plan())
+    assert fitted.prefix_cache_seed == "of the fleet"
     told = (
         fitted,
-        fitted.scheduler_config((0,), 1),
         fitted.info({}, {}),
         EngineConfig("m", prefix_cache_seed="of the fleet"),
     )
