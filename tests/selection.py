@@ -30,15 +30,17 @@ from pathlib import Path, PurePosixPath
 ROOT = Path(__file__).parents[1]
 # They say how every test runs, or what is installed.
 EVERYTHING = {
-    "tests/conftest.py", "tests/retries.py", "tests/selection.py", "pyproject.toml", "constraints.txt", "Makefile",
-    ".ci/run", "__init__.py",
+    "tests/conftest.py", "tests/retries.py", "tests/selection.py", "tests/zygote.py", "pyproject.toml",
+    "constraints.txt", "Makefile", ".ci/run", "__init__.py",
 }  # fmt: skip
+ON_REQUEST = {"tests/zygote.py"}  # it starts what a test names, which is reached by that name
 NOTHING = {".ci/base", ".gitignore", "tests/gpu/RESULTS.md"}  # that a test runs by
 # Whoever comes through one of these starts, or reads a request for, all that is behind it.
 DOORS = {
     "server/app.py", "server/cli/main.py", "server/api_process.py", "server/service.py", "server/ray_serve.py",
     "server/offline/llm.py", "server/text/model.py", "server/wire/requests.py", "server/client/engine_client.py",
-    "server/client/process.py", "server/text/tool_text.py", "engine/start/engine.py", "engine/start/process.py", "engine/start/rank_process.py",
+    "server/client/process.py", "server/text/tool_text.py", "engine/start/engine.py", "engine/start/process.py",
+    "engine/start/rank_process.py",
     "engine/start/loop.py", "tests/engine/test_stress.py",
 }  # fmt: skip
 PACKAGE = ("server/", "engine/", "kernels/", "configs/")
@@ -67,7 +69,7 @@ class Graph:
         read = {path for path in self.paths if path.endswith(".py") and (root / path).exists()}
         trees = {path: ast.parse((root / path).read_text(encoding="utf-8")) for path in read}
         self._conftests = {path: Conftest(trees[path]) for path in read if PurePosixPath(path).name == "conftest.py"}
-        for path in read - set(self._conftests):
+        for path in read - set(self._conftests) - ON_REQUEST:
             self.edges[path] |= self.references(path, trees[path])
         for path, conftest in self._conftests.items():
             self._add_conftest(path, conftest)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 
 from ..errors import ModelError, one_line
-from ..files.checkpoint import PATTERNS, PICKLED
+from ..files.model_file import PATTERNS, PICKLED
 from ..options.config import EngineConfig
 from ..options.model_path import cache_folder, find_model
 

@@ -19,12 +19,11 @@ from ..errors import ModelError, absent, one_line, unreadable
 from ..options.model_path import is_gguf
 from ..quant.format import TensorInfo
 from .gguf_checkpoint import GGUFCheckpoint
-from .model_file import read_index, refuse_pointer
+from .model_file import PATTERNS, PICKLED, read_index, refuse_pointer
 
 logger = logging.getLogger(__name__)
 
 FLOAT_TYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-PICKLED = ("pt", "npcache")  # as --load-format has them: mapped files need no copy in numpy's format
 _ROWS_AT_ONCE = 1024  # of two matrices that are compared
 
 
@@ -189,7 +188,6 @@ def read_header(
 
 
 PICKLED_INDEX = "pytorch_model.bin.index.json"
-PATTERNS = ("*.bin", "*.pt", "*.pth")
 NAMES = {  # as safetensors has them
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",

@@ -9,6 +9,9 @@ from typing import Any
 from ..errors import ModelError, and_more, one_line, unreadable
 from ..options.model_path import is_gguf
 
+PICKLED = ("pt", "npcache")  # as --load-format has them: mapped files need no copy in numpy's format
+PATTERNS = ("*.bin", "*.pt", "*.pth")  # names of pickled files
+
 
 def read_config(folder: Path) -> dict[str, Any]:
     """What config.json says, or what a GGUF file says in its place.
