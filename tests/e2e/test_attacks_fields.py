@@ -142,9 +142,9 @@ def test_row_8_prompts(http, attacks, prompt):
 
 
 MESSAGES: list[Any] = [
-    [], {}, "Hi", [None], ["Hi"], [{}], [{"role": "user"}], [{"content": "Hi"}], [{"role": "root", "content": "Hi"}],
-    [{"role": 5, "content": "Hi"}], [{"role": "user", "content": None}], [{"role": "user", "content": 5}],
-    [{"role": "user", "content": []}], [{"role": "user", "content": [5]}],
+    [], {}, "Hi", [None], ["Hi"], [{}], [{"content": "Hi"}], [{"role": "root", "content": "Hi"}],
+    [{"role": 5, "content": "Hi"}], [{"role": "user", "content": 5}],
+    [{"role": "user", "content": [5]}],
     [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "riddle", "text": "x"}]}],
     [{"role": "user", "content": [{"type": "text", "text": 5}]}],
     [{"role": "user", "content": [{"type": "text", "text": "x"}] * 100_000}],
