@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -122,17 +122,33 @@ class Lanes:
                 del self._held[job.tenant]
 
     def _make_room(self, job: Job) -> None:
-        """For long work: who came last of the tenant with most of it gives way. Raises ApiError (429) where that is who
-        comes."""
-        while self.waiting_size and self.waiting_size + job.size > MAX_WAITING:
+        """For long work: who came last of the tenant with most of it gives way, as often as it takes. Raises ApiError
+        (429) where that would be who comes, and then nobody has given way."""
+        for entry in self._in_the_way(job):
             self._rejected()
-            tenant = max(self._held, key=self._held.__getitem__, default=job.tenant)
-            if self._held[tenant] <= self._held[job.tenant] + job.size:
+            self._leave(entry)
+            if not entry[3].done.done():
+                entry[3].done.set_exception(self._full(entry[3]))
+
+    def _in_the_way(self, job: Job) -> list[Entry[Job]]:
+        size = self.waiting_size
+        if not size or size + job.size <= MAX_WAITING:
+            return []
+        held, entries = self._held.copy(), defaultdict[int, list[Entry[Job]]](list)
+        found: list[Entry[Job]] = []
+        while size and size + job.size > MAX_WAITING:
+            tenant = max(held, key=held.__getitem__, default=job.tenant)
+            if held[tenant] <= held[job.tenant] + job.size:
+                self._rejected()
                 raise self._full(job)
-            latest = max((entry for entry in self._long if entry[3].tenant == tenant), key=lambda entry: entry[2])
-            self._leave(latest)
-            if not latest[3].done.done():
-                latest[3].done.set_exception(self._full(latest[3]))
+            if not found:  # only now: most who are refused do not come so far
+                for entry in sorted(self._long, key=lambda entry: entry[2]):
+                    entries[entry[3].tenant].append(entry)
+            latest = entries[tenant].pop()
+            found.append(latest)
+            size -= latest[3].size
+            held[tenant] -= latest[3].size
+        return found
 
     def _full(self, job: Job) -> ApiError:
         return ApiError(

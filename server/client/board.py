@@ -120,11 +120,10 @@ class Board:
     # ---- what keys have used ----
 
     def place(self, digest: bytes) -> int | None:
-        """Of a key; None: there is no room for more keys."""
+        """Of a key; None: there is no room for more keys. Raises TimeoutError where the lock could not be had."""
         if (place := self._places.get(digest)) is not None:
             return place
-        if not self._lock():
-            return None
+        self._lock()
         try:
             count = int(self._count[0])
             for index in range(len(self._places), count):  # what others have written since the last time
@@ -140,15 +139,16 @@ class Board:
         finally:
             fcntl.lockf(self.descriptor, fcntl.LOCK_UN)
 
-    def _lock(self) -> bool:
-        """Not for long: who holds it may have been stopped, and who waits has a heart that beats."""
+    def _lock(self) -> None:
+        """Not for long: who holds it may have been stopped, and who waits has a heart that beats. Raises
+        TimeoutError."""
         for _ in range(LOCK_TRIES):
             try:
                 fcntl.lockf(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
+                return
             except OSError:
                 time.sleep(0.001)
-        return False
+        raise TimeoutError(f"the board's lock was held elsewhere for {LOCK_TRIES} ms")
 
     def _digest_at(self, index: int) -> slice:
         start = self._digests_start + DIGEST * index

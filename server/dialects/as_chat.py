@@ -24,7 +24,7 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     not_built: ClassVar[dict[str, tuple[Any, ...]]] = {}  # names of fields, with the values that ask for nothing
-    _left_out: list[str] = PrivateAttr(default_factory=list)
+    _left_out: dict[str, None] = PrivateAttr(default_factory=dict)  # in their order: clients choose how many
 
     top_k: int | None = Field(None, description="sample from so many tokens; -1 and 0: off")
     min_p: float | None = Field(None, description="least probability, as a share of the likeliest token's")
@@ -76,8 +76,7 @@ class SamplingFields(BaseModel):
 
     def leave_out(self, name: str) -> None:
         """`name`: of what the chat of this request does not have, though the request has it."""
-        if name not in self._left_out:
-            self._left_out.append(name)
+        self._left_out[name] = None
 
     @property
     def ignored(self) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable
@@ -12,6 +13,8 @@ from ..client.board import MOST_KEYS, Board
 from ..errors import ApiError, bad_request
 from .admission import retry_after
 from .generation import Generation
+
+logger = logging.getLogger(__name__)
 
 LOOK_UP = 1.0  # seconds between two looks at what the other API processes take
 
@@ -128,10 +131,16 @@ class Quota:
         max_open_requests: int = 0,
     ) -> None:  # fmt: skip
         """`board`: of several API processes, which share it; `digest`: of the key, by which they know it. Raises
-        ConfigError where they know too many keys to share the limits of this one."""
-        # What is open has a place without a limit, too: one may be set while it is open.
-        place = None if board is None else board.place(digest)
-        if board is not None and place is None and (requests_per_minute or tokens_per_minute or max_open_requests):
+        ConfigError where they know too many keys to share the limits of this one. Where the board cannot be asked
+        now, this process counts for itself."""
+        place, has_room = None, True
+        if board is not None:
+            try:  # what is open has a place without a limit, too: one may be set while it is open
+                place = board.place(digest)
+                has_room = place is not None
+            except TimeoutError as error:
+                logger.warning("this process counts for itself what a key uses, and not with the others: %s", error)
+        if not has_room and (requests_per_minute or tokens_per_minute or max_open_requests):
             raise ConfigError(
                 f"a key has limits that hold over all API processes, and these have no room for more than {MOST_KEYS} "
                 "keys since the server's start: leave its limits out, or start the server again"

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..parsers.formats import Grammar
 from ..parsers.json_text import kind_of
-from ..parsers.values import branches, kinds, kinds_of
+from ..parsers.values import Looks, branches, kinds, kinds_of
 from .json_schema import LLGUIDANCE, Schema, SchemaError
 
 MAX_WHITESPACE = 40  # characters in a row: weak models go on for ever otherwise
@@ -19,6 +19,7 @@ JSON_OPTIONS: dict[str, Any] = {"json_allowed_escapes": 'nrbtf\\"'}
 TEXT = "TEXT: /(?s:.*)/"
 MAX_ANY_ORDER = 6  # properties of one tool: each more doubles the rules
 MAX_ORDERS = 2048  # of such rules in all
+MAX_LOOKS = 1 << 20  # into the schemas of one grammar, which take less than a second: the rest is unknown
 # How models that write texts without quotes may write these.
 _AS_PYTHON = {
     '{"type": "boolean"}': '("true" | "false" | "True" | "False")',
@@ -69,6 +70,7 @@ class _Writer:
         self._written: dict[str, str] = {}  # tool → the rule of its arguments
         self._rules: dict[str, str] = {}  # what one says → its name: what comes twice is written once
         self._terminals: dict[str, str] = {}
+        self._looks = Looks(MAX_LOOKS)
         self._num_orders = 0  # sets of properties that rules were made for
 
     def write(self, grammar: Grammar) -> str:
@@ -171,7 +173,7 @@ class _Writer:
         after = after.replace("{}", name)
         of_text, of_other = (self._const(f"{grammar['before']}{name}{sign}") for sign in grammar["signs"])
         end = self._const(around + grammar.get("after_others", after))
-        texts, others = apart(schema) if grammar.get("is_bare") else ([], schema)
+        texts, others = apart(schema, self._looks) if grammar.get("is_bare") else ([], schema)
         found = [f"{of_text} {self._text(one, around, after, others)}" for one in texts]
         if others is not None:
             value = _AS_PYTHON.get(json.dumps(others)) if grammar.get("is_bare") else None
@@ -191,7 +193,7 @@ class _Writer:
         if not rules.keys() & _OF_TEXTS - {"type"}:
             text = self._expression({"type": "until", "value": after})
             # What looks like a list or an object is read as one.
-            if _has_structures(others):
+            if _has_structures(others, self._looks):
                 return f"{self._const(around)} ({json.dumps(after)} | /[^\\[{{\\s]/ {text})"
             return text
         shortest, longest = rules.get("minLength", 0), rules.get("maxLength", "")
@@ -205,13 +207,13 @@ class _Writer:
     def _structure(self, schema: Any, grammar: Grammar, after: str) -> str | None:
         """Lists and objects of formats that do not write them as JSON, whatever is in them, and what ends them."""
         kind = grammar.get("structures")
-        if kind is None or not (_has_structures(schema) or not kinds(schema, schema)):
+        if kind is None or not (_has_structures(schema, self._looks) or not kinds(schema, schema, self._looks)):
             return None
         if kind == "until":
             return self._expression({"type": "until", "value": after})
         text = f"{json.dumps(after)} {self._expression({'type': 'until', 'value': after})}"
         self._rules.setdefault(f"{text} | {_SCALARS} | {_UNQUOTED['array']} | {_UNQUOTED['object']}", "unquoted")
-        allowed = sorted(_UNQUOTED.keys() & kinds(schema, schema))
+        allowed = sorted(_UNQUOTED.keys() & kinds(schema, schema, self._looks))
         return f"({' | '.join(_UNQUOTED[name] for name in allowed)})" if allowed else "unquoted"
 
     def _option(self, text: str, around: str, after: str) -> str:
@@ -229,10 +231,10 @@ class _Writer:
         return f"{call}* TEXT" if grammar["loop"] else f"({call} | TEXT)"
 
 
-def apart(schema: Any) -> tuple[list[dict[str, Any]], Any]:
+def apart(schema: Any, looks: Looks) -> tuple[list[dict[str, Any]], Any]:
     """(the schemas of texts that a value may be, the schema of what else it may be): None: nothing else. Beside texts
     that are not listed there are no numbers, which would be read as such texts."""
-    found = branches(schema, schema)
+    found = branches(schema, schema, looks)
     if not found or not all(map(kinds_of, found)):
         return [], schema
     texts, others = [], []
@@ -263,8 +265,8 @@ def _of_types(branch: dict[str, Any], types: set[str]) -> dict[str, Any]:
     return made
 
 
-def _has_structures(schema: Any) -> bool:
-    return schema is not None and bool(kinds(schema, schema) & {"array", "object"})
+def _has_structures(schema: Any, looks: Looks) -> bool:
+    return schema is not None and bool(kinds(schema, schema, looks) & {"array", "object"})
 
 
 def _searched(pattern: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,8 @@ def _formats(tokenizer: Tokenizer, model_type: str | None, config: ServerConfig)
 def _asked(tokenizer: Tokenizer, formats: Formats, config: ServerConfig) -> Formats:
     """The formats, once the template has been asked what it takes and writes: one that does not read the calls that the
     template itself writes is the wrong one."""
+    with suppress(ApiError):  # where chats with tools have a template of their own, no other chat shall wait for it
+        tokenizer.capabilities(tokenizer.template())
     try:
         template = tokenizer.template(tools=True)
     except ApiError:

@@ -17,7 +17,7 @@ _RULES = ("system", "developer")
 
 
 def shape(messages: list[Message], can: Capabilities, *, continued: bool = False) -> list[Message]:
-    """The same conversation. `continued`: the last message is to be gone on with, so it stays the last, as text.
+    """The same conversation. `continued`: the last message is to be gone on with, so it stays the last, as one text.
 
     What is taken as it is stays the same object.
     """
@@ -31,7 +31,7 @@ def shape(messages: list[Message], can: Capabilities, *, continued: bool = False
         messages = _texts(messages, can, continued)
     if by_old_names:
         messages = _as_tools(messages)
-    messages = list(_turns(_calls(_rules(messages, can), can), can))
+    messages = list(_turns(list(_calls(_rules(messages, can), can)), can, continued))
     if not can.takes_text:
         messages = [_in_parts(message) for message in messages]
     return messages
@@ -62,9 +62,8 @@ def _described(schema: Any) -> dict[str, Any]:
         return {"description": "", "type": "object"}
     types = schema.get("type")
     if types is None:
-        others = [
-            one for word in ("anyOf", "oneOf", "allOf") for one in schema.get(word) or () if isinstance(one, dict)
-        ]
+        listed = [value for word in ("anyOf", "oneOf", "allOf") if isinstance(value := schema.get(word), list)]
+        others = [one for value in listed for one in value if isinstance(one, dict)]
         types = [one["type"] for one in others if isinstance(one.get("type"), str)]
     if isinstance(types, list):
         types = next((one for one in types if one != "null"), "string")
@@ -214,7 +213,9 @@ def _named(result: Message, calls: list[Message], index: int) -> Message:
     """With the name of the tool, which clients need not give."""
     if "name" in result:
         return result
-    called = next((call for call in calls if call.get("id") == result.get("tool_call_id")), calls[index % len(calls)])
+    id = result.get("tool_call_id")
+    own = (call for call in calls if id is not None and call.get("id") == id)
+    called = next(own, calls[index % len(calls)])
     return {**result, "name": called["function"]["name"]}
 
 
@@ -249,12 +250,13 @@ def _without_text(message: Message, can: Capabilities) -> Message:
 # ---- turns ----
 
 
-def _turns(messages: Iterator[Message], can: Capabilities) -> Iterator[Message]:
+def _turns(messages: list[Message], can: Capabilities, continued: bool) -> Iterator[Message]:
     """`messages` with those joined that may not follow each other."""
     last: Message | None = None
-    for message in messages:
+    for i, message in enumerate(messages):
         role, before = message["role"], None if last is None else last["role"]
-        if role == "assistant" and not can.empty_answer and _says_nothing(message):
+        opens = continued and i == len(messages) - 1  # rendering gives it a text, whose place is where one goes on
+        if role == "assistant" and not can.empty_answer and _says_nothing(message) and not opens:
             continue
         if last is None:
             last = message

@@ -80,12 +80,16 @@ class ChatTemplate:
             return "".join(pieces)
 
     def _continue(self, chat: list[dict[str, Any]], variables: dict[str, Any]) -> str:
-        final = chat[-1].get("content")
-        if not isinstance(final, str):
+        content = chat[-1].get("content")
+        parts: list[dict[str, Any]] = content if isinstance(content, list) else [{"text": content}]
+        at = next((i for i in reversed(range(len(parts))) if isinstance(parts[i].get("text"), str)), None)
+        if at is None:
             raise ValueError("'continue_final_message' needs a final message with content")
         if "content" not in self.source:
             raise ValueError("'continue_final_message' needs a template that uses 'content'")
-        chat[-1] = {**chat[-1], "content": final + _END}
+        final: str = parts[at]["text"]
+        opened = [*parts[:at], {**parts[at], "text": final + _END}, *parts[at + 1 :]]
+        chat[-1] = {**chat[-1], "content": opened if isinstance(content, list) else final + _END}
         rendered = self._run(chat, variables)
         end = rendered.rfind(_END.strip())
         if end < 0 or final.strip() not in rendered:

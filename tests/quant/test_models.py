@@ -293,7 +293,9 @@ def test_broken_checkpoints(tiny_model: Callable[..., Path], tmp_path: Path) -> 
 
     change(**{f"{Q}.scales": None})
     assert refusal(folder) == (
-        f"the checkpoint lacks {Q}.scales: the weights are incomplete or do not fit config.json, download both again"
+        f"the checkpoint lacks {Q}.scales, and has lm_head.weight, model.embed_tokens.weight, "
+        "model.layers.0.input_layernorm.weight, …: the weights are incomplete or do not fit config.json, download both "
+        "again"
     )
     change(**{f"{Q}.scales": tensors[f"{Q}.scales"].int()})
     assert refusal(folder) == (

@@ -32,7 +32,8 @@ from vserve.server.text.model import TextModel, load_text_model
 
 TEMPLATE = (
     "{% for message in messages %}{% if message.name == 'nobody' %}{{ raise_exception('nobody is here') }}"
-    "{% endif %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% endif %}<|im_start|>{{ message.role }}\n{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% if style %}[{{ style }}]{% endif %}{% endif %}"
 )
 CORPUS = "Hello world! How are you today? The answer is 42. Say it again, slowly. STOP now."
@@ -268,7 +269,7 @@ SPEAKING_TEMPLATE = (
     "{% if tools %}{% for t in tools %}{{ t.function.name }};{% endfor %}as <tool_call> json </tool_call>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
-    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.arguments.city }}</tool_call>{% endfor %}<|im_end|>\n"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function | tojson }}</tool_call>{% endfor %}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )

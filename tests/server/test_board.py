@@ -14,6 +14,7 @@ import pytest
 
 from vserve.engine.errors import ConfigError
 from vserve.engine.options.config import EngineConfig
+from vserve.server.client import board as board_module
 from vserve.server.client.board import FINISHED_TOKENS, MOST_KEYS, REQUESTS, TOKENS, Board
 from vserve.server.errors import ApiError
 from vserve.server.generation import admission, quota
@@ -105,6 +106,25 @@ def test_as_many_keys_as_there_may_be_find_their_places(boards: list[Board], slo
         assert [board.place(digest) for digest in digests] == list(range(MOST_KEYS))
     assert time.process_time() - started < 10 * slowness
     assert boards[1].place(b"one too many".ljust(32)) is None
+
+
+def test_a_lock_that_cannot_be_had_is_not_a_full_board(
+    boards: list[Board], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The server starts all the same, and each process counts for itself."""
+
+    def held(descriptor: int, operation: int) -> None:
+        raise BlockingIOError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(board_module.fcntl, "lockf", held)
+        patched.setattr(board_module, "LOCK_TRIES", 2)
+        keys = [Quota(2, 0, each, b"k" * 32, 5) for each in boards[:2]]
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * 2
+    assert "counts for itself" in caplog.text
+    assert [[lets_in(key) for _ in range(3)] for key in keys] == [[True, True, False]] * 2
+    assert [key.open.number for key in keys] == [2, 2]
+    assert boards[0].place(b"k" * 32) == 0, "once the lock can be had"
 
 
 def lets_in(key: Quota) -> bool:

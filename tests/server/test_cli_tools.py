@@ -139,7 +139,7 @@ def test_files_are_held_against_the_configuration(healthy: Any, tiny_model: Any,
 def test_models(healthy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     assert examine("/no/such/folder")["model"].status == "FAIL"
-    monkeypatch.setattr(model_finding, "_from_hub_cache", lambda engine: None)
+    monkeypatch.setattr(model_finding, "from_hub_cache", lambda engine: None)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
     found = examine("Qwen/Qwen3-0.6B")["model"]
@@ -258,7 +258,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    monkeypatch.setattr(model_finding, "_from_hub_cache", lambda engine: None)
+    monkeypatch.setattr(model_finding, "from_hub_cache", lambda engine: None)
     yield asked
     server.shutdown()
     server.server_close()

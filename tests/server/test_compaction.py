@@ -45,7 +45,9 @@ def test_what_the_model_is_asked_and_what_comes_back(thinking: Any) -> None:
     assert thinking.prompt == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>developer\nBe kind.<|im_end|>\n"
         "<|im_start|>user\nWeather in  Paris?\n<|im_end|>\n"
-        "<|im_start|>assistant\n<tool_call>Paris</tool_call><|im_end|>\n<|im_start|>tool\nsun<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+        "<|im_end|>\n<|im_start|>tool\nsun<|im_end|>\n"
         "<|im_start|>assistant\nSun.<|im_end|>\n<|im_start|>user\nAnd Rome?<|im_end|>\n"
         f"<|im_start|>assistant\nRain.<|im_end|>\n<|im_start|>user\n{PROMPT}<|im_end|>\n"
         "<|im_start|>assistant\n<think>\n\n</think>\n\n"

@@ -244,6 +244,33 @@ def test_whose_text_waits_most_gives_way(monkeypatch: pytest.MonkeyPatch) -> Non
     run(test)
 
 
+def test_nobody_gives_way_to_who_finds_no_room_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lanes, "MAX_WAITING", 8 * LONG)
+
+    async def test(made: Lanes) -> None:
+        refusals: list[int] = []
+        made._rejected = lambda: refusals.append(1)  # type: ignore[method-assign]
+        gate = Gate()
+        working = await give(made, 1, LONG, gate)
+        await begun(gate)
+        waiting = [await give(made, tenant, LONG, gate) for tenant in (1, 2) * 4]
+        for size in (3 * LONG, 9 * LONG):  # the first has room once two have left, and would have most before that
+            with pytest.raises(ApiError) as refused:
+                await (await give(made, 3, size, gate))
+            assert refused.value.code == "queue_full"
+        await asyncio.sleep(0)
+        assert made.waiting_size == 8 * LONG and not any(task.done() for task in waiting)
+        assert len(refusals) == 2, "one for each who was refused"
+        small = await give(made, 3, 2 * LONG, gate)
+        assert made.waiting_size == 8 * LONG and len(refusals) == 4
+        gate.open.set()
+        ends = await asyncio.gather(working, small, *waiting, return_exceptions=True)
+        refused_ones = [i for i, end in enumerate(ends[2:]) if isinstance(end, ApiError)]
+        assert refused_ones == [6, 7] and ends.count("through") == 8, "the latest of each"
+
+    run(test)
+
+
 @pytest.mark.parametrize(
     ("name", "size", "threads"),
     [("tokenizer_pool_size", 0, lanes.NUM_THREADS), ("tokenizer_pool_size", 1, 1), ("renderer_num_workers", 7, 7)],

@@ -172,7 +172,9 @@ def test_blocks_become_messages(thinking: Any) -> None:
     )
     assert thinking.prompt == (
         "<|im_start|>system\nBe kind.\nsun<|im_end|>\n<|im_start|>user\nWeather\n?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>Hm</think>Wait<tool_call>Paris</tool_call><tool_call>Rome</tool_call><|im_end|>\n"
+        "<|im_start|>assistant\n<think>Hm</think>Wait"
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call><|im_end|>\n'
         "<|im_start|>tool\nsun<|im_end|>\n<|im_start|>tool\nError: no such city<|im_end|>\n"
         "<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
     )
@@ -232,7 +234,8 @@ def test_what_is_no_text_in_a_history_becomes_a_line_of_it(thinking: Any) -> Non
     assert said.endswith(
         'user\nLook.\nassistant\n[The tool web_search was called with {"query":"cats"}]\n'
         "[Its result (web_search):]\nCats\nhttp://cats\n[Its result (code_execution):]\nOUT\n[Its result (mcp):]\nMCP\n"
-        "[Its result (web_fetch):]\nhttp://dogs<tool_call>Paris</tool_call>\n"
+        "[Its result (web_fetch):]\nhttp://dogs"
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>\n'
         "tool\nbefore\n[A picture was here. You cannot see pictures.]\nafter\n[The tool get_weather can be called.]\n"
         "Title\nhttp://s\nfound\n"
         "user\n[A document was here. You cannot read documents of this kind.]\nNotes\nNOTED\nPARTS\n"

@@ -49,7 +49,10 @@ def test_a_tool_loop(thinking: Any) -> None:
     result = {"type": "function_call_output", "call_id": call["call_id"], "output": "sun"}
     thinking.says("Sun.")
     second = create(thinking.client, [result], tools=[tool], previous_response_id=first["id"])
-    assert "<tool_call>Paris</tool_call><|im_end|>\n<|im_start|>tool\nsun<|im_end|>\n" in thinking.prompt
+    assert (
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+        "<|im_end|>\n<|im_start|>tool\nsun<|im_end|>\n" in thinking.prompt
+    )
     assert second["output"][0]["content"][0]["text"] == "Sun."
 
 

@@ -47,7 +47,9 @@ def test_items_become_messages(thinking: Any) -> None:
     assert thinking.prompt == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>developer\nBe kind.<|im_end|>\n"
         "<|im_start|>user\nWeather\n?<|im_end|>\n"
-        "<|im_start|>assistant\n<think>Hm</think>Wait<tool_call>Paris</tool_call><tool_call>Rome</tool_call><|im_end|>\n"
+        "<|im_start|>assistant\n<think>Hm</think>Wait"
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris"}}</tool_call>'
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call><|im_end|>\n'
         "<|im_start|>tool\nsun<|im_end|>\n<|im_start|>tool\nrain<|im_end|>\n<|im_start|>assistant\nSun.<|im_end|>\n"
         "<|im_start|>user\nThanks<|im_end|>\n<|im_start|>assistant\n"
     )
@@ -146,9 +148,13 @@ def test_items_of_other_tools_are_in_the_history(thinking: Any) -> None:
     assert thinking.prompt == (
         "<|im_start|>user\nGo<|im_end|>\n"
         '<|im_start|>assistant\n[web_search_call: {"action":{"type":"search","query":"cats"}}]'
-        "<tool_call></tool_call><|im_end|>\n<|im_start|>tool\npatched<|im_end|>\n"
-        "<|im_start|>assistant\n<tool_call>Ls</tool_call><|im_end|>\n<|im_start|>tool\nfiles<|im_end|>\n"
-        "<|im_start|>assistant\n<tool_call>Rome</tool_call><|im_end|>\n"
+        '<tool_call>{"name": "get_weather", "arguments": {"input": "x"}}</tool_call>'
+        "<|im_end|>\n<|im_start|>tool\npatched<|im_end|>\n"
+        "<|im_start|>assistant\n<tool_call>"
+        '{"name": "local_shell", "arguments": {"type": "exec", "command": ["ls"], "city": "Ls"}}'
+        "</tool_call><|im_end|>\n<|im_start|>tool\nfiles<|im_end|>\n"
+        "<|im_start|>assistant\n"
+        '<tool_call>{"name": "images__view", "arguments": {"city": "Rome"}}</tool_call><|im_end|>\n'
         "<|im_start|>tool\nSee\n[A picture was here. You cannot see pictures.]<|im_end|>\n"
         "<|im_start|>assistant\n<|im_end|>\n<|im_start|>user\n<|im_end|>\n<|im_start|>user\n<|im_end|>\n"
         "<|im_start|>assistant\n"

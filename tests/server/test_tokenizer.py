@@ -88,6 +88,18 @@ def test_a_broken_template_of_the_model(model_folder: Path, tmp_path: Path, capl
         model.tokenizer.render(MESSAGES, {})
 
 
+@pytest.mark.parametrize("tool_use", ["{{ messages[0].content }}{{ tools }}", "{% for %}"])
+def test_templates_are_asked_before_the_first_chat(model_folder: Path, tmp_path: Path, tool_use: str) -> None:
+    """Also the one of chats without tools, where those with tools have another."""
+    folder = shutil.copytree(model_folder, tmp_path / "m")
+    default = json.loads((folder / "tokenizer_config.json").read_text())["chat_template"]
+    (folder / "chat_template.jinja").write_text(default)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text(tool_use)
+    tokenizer = load_text_model(str(folder), ServerConfig()).tokenizer
+    assert tokenizer.template().can is not None and "tool_use" in tokenizer._templates
+
+
 def test_no_template(model_folder: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model_folder, tmp_path / "m")
     config = json.loads((folder / "tokenizer_config.json").read_text())

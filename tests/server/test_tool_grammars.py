@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import random
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -19,6 +20,7 @@ from vserve.server.grammar.constraint import Constraint
 from vserve.server.grammar.lark import lark
 from vserve.server.grammar.service import MAX_SOURCE
 from vserve.server.grammar.tools import ToolUse, tool_use
+from vserve.server.parsers import values
 from vserve.server.parsers.formats import ToolFormat, known
 from vserve.server.parsers.parts import CallArguments, CallBegin
 from vserve.server.parsers.reader import Reader
@@ -328,6 +330,31 @@ def test_gpt_oss_may_think_before_it_calls_or_answers(byte_vocabulary: Any) -> N
         matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
         accepted = all(matcher.accept(1 + byte) for byte in text.encode()) and matcher.accept(0)
         assert accepted == allowed, (mode, text)
+
+
+def test_alternatives_that_refer_to_themselves_are_not_looked_through_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What takes too many looks is unknown, wherever schemas are read so."""
+    visits: list[str] = []
+    target = values._target
+    monkeypatch.setattr(values, "_target", lambda name, root: visits.append(name) or target(name, root))
+
+    def looks() -> int:
+        num, visits[:] = len(visits), []
+        return num
+
+    one = {"anyOf": [{"$ref": "#/$defs/a"}] * 200}
+    root = {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "$defs": {"a": one}}
+    assert values.branches(one, root) == [] and looks() <= values._MAX_VISITS
+    assert values.kinds(one, root) == set() and looks() <= values._MAX_VISITS
+    assert values.value_of("2", one, root) == 2 and looks() <= values._MAX_VISITS
+    tools = [{"type": "function", "function": {"name": "f", "parameters": root, "strict": True}}]
+    start = time.thread_time()
+    for format in known()[0]:
+        for constraint in use_of(tools, "required").constraints(format, None):
+            assert constraint.text
+    assert time.thread_time() - start < 2
+    few = {"anyOf": [{"$ref": "#/$defs/text"}, {"type": "null"}]}
+    assert values.kinds(few, {"$defs": {"text": {"type": "string"}}}) == {"string", "null"}
 
 
 def test_what_is_kept_of_tools_is_bounded() -> None:

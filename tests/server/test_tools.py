@@ -684,7 +684,7 @@ def test_options_name_the_formats(model_folder: Path, tmp_path: Path) -> None:
     assert formats(tool_call_parser="none", reasoning_parser="none") == (None, None)
     assert formats(enable_auto_tool_choice=False, enable_reasoning=False) == (None, None)
     with pytest.raises(
-        ConfigError, match="--tool-call-parser is 'x': choose one of auto, none, deepseek_v3, deepseek_v31"
+        ConfigError, match="--tool-call-parser is 'x': choose one of auto, none, apertus, cohere, deepseek_v3"
     ):
         formats(tool_call_parser="x")
 

@@ -181,7 +181,7 @@ def test_missing_fields(client: Any) -> None:
 @pytest.mark.parametrize(
     "body",
     [
-        b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b"\xef\xbb\xbf{}",
+        b"", b"{", b"[]", b'"x"', b"null", b"\xff\xfe", b"\xef\xbb\xbf\xef\xbb\xbf{}",
         b'{"prompt": "\\ud800"}', b'{"prompt": "\xff"}', b'{"prompt":"a","temperature":NaN}',
         b'{"prompt":"a","temperature":Infinity}', b'{"prompt":"a","temperature":1e999}',
         b'{"prompt":"a","n":' + b"9" * 10**6 + b"}", b'{"prompt":' + b"[" * 10**5 + b"]" * 10**5 + b"}",

@@ -106,6 +106,34 @@ def test_parts_go_to_templates_that_join_them() -> None:
     assert render("loops over parts", last, **more) == "[user]Hithere[assistant]Hi\nthere"
 
 
+@pytest.mark.parametrize("name", ["takes everything", "answers have text", "wants parts"])
+@pytest.mark.parametrize("text", ["", "Well"])
+def test_the_last_answer_is_gone_on_with(name: str, text: str) -> None:
+    """Also where it has no text yet, and where a template wants parts."""
+    chat = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": text}]
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    assert render(name, chat, **more) == f"[user]Hi[assistant]{text}"
+    assert render(name, [*chat, *chat], **more).endswith(f"[user]Hi[assistant]{text}")
+
+
+def test_results_without_ids_are_named_in_the_order_of_their_calls() -> None:
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in "fg"]
+    chat = [
+        {"role": "assistant", "content": "", "tool_calls": calls},
+        *({"role": "tool", "content": "2"} for _ in "fg"),
+    ]
+    shaped = shape(chat, Capabilities(result_names=True))
+    assert [message.get("name") for message in shaped] == [None, "f", "g"]
+
+
+def test_alternatives_that_are_no_list_say_nothing() -> None:
+    properties = {"a": {"anyOf": 1}, "b": {"oneOf": {"type": "string"}}, "c": {"allOf": [{"type": "null"}, 7]}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}
+    (shaped,) = shape_tools([tool], Capabilities(tool_fields=frozenset({"parameters", "properties"})))
+    types = [one["type"] for one in shaped["function"]["parameters"]["properties"].values()]
+    assert types == ["string", "string", "string"]
+
+
 def test_a_slow_template_is_not_asked_for_long() -> None:
     """One that takes all that it may is rendered a few times, not once a question."""
     rendered = []

@@ -26,9 +26,10 @@ def system_text(value: Any) -> str:
 
 def _system(value: Any, where: str) -> str:
     text = text_of(value, where, _TEXT)
-    while text.startswith(BILLING):
-        text = text.partition("\n")[2]
-    return text
+    start = 0
+    while text.startswith(BILLING, start):  # there may be many: only the rest behind them is copied
+        start = text.find("\n", start) + 1 or len(text)
+    return text[start:]
 
 
 def chat_messages(messages: list[dict[str, Any]], leave_out: LeaveOut) -> list[dict[str, Any]]:

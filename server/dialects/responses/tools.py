@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from ...errors import bad_request, shorten, unsupported
+from ...grammar.tools import MAX_NAME, MAX_TOOLS
 from ..as_chat import objects, string
 
 SEPARATOR = "__"  # between a namespace and the name of its function: templates and grammars know names of such letters
@@ -34,13 +35,13 @@ class Called:
 class Offer:
     functions: list[dict[str, Any]] = field(default_factory=list)  # as a chat's tools have them, under `function`
     called: dict[str, Called] = field(default_factory=dict)  # those that a chat calls by another name or kind
-    left_out: list[str] = field(default_factory=list)  # types
+    left_out: dict[str, None] = field(default_factory=dict)  # types, in their order
 
     @staticmethod
     def of(tools: list[dict[str, Any]] | None) -> Offer:
         """Raises ApiError (400)."""
         offer = Offer()
-        for i, tool in enumerate(tools or ()):
+        for i, tool in enumerate(objects(tools or [], "tools", MAX_TOOLS)):
             offer._add(tool, f"tools[{i}]", None)
         return offer
 
@@ -49,20 +50,24 @@ class Offer:
         if not isinstance(kind, str):
             raise unsupported(f"{where}.type", f"A tool of type {shorten(kind)!r}")
         if kind == "namespace" and namespace is None:
-            name, inner = string(tool, "name", where), objects(tool.get("tools"), f"{where}.tools")
+            name, inner = string(tool, "name", where), objects(tool.get("tools"), f"{where}.tools", MAX_TOOLS)
+            if len(name) > MAX_NAME:  # before each function gets a name with a copy of it
+                raise bad_request(f"'{where}.name' is longer than {MAX_NAME} characters.", f"{where}.name")
             for i, function in enumerate(inner):
                 # What is said of all of them stands once, where the model reads of the first.
                 shared = tool.get("description") if i == 0 else None
                 self._add(_described(function, shared, name), f"{where}.tools[{i}]", name)
         elif kind in ("function", "custom"):
+            if len(self.functions) == MAX_TOOLS:
+                raise bad_request(f"'tools' has more than {MAX_TOOLS} functions, with those of namespaces.", "tools")
             function = _custom(tool, where) if kind == "custom" else {k: tool[k] for k in _FIELDS if k in tool}
             if namespace is not None or kind == "custom":
                 name = string(tool, "name", where)
                 function["name"] = in_chat(name, namespace)
                 self.called[function["name"]] = Called(name, namespace, kind == "custom")
             self.functions.append({name: value for name, value in function.items() if value is not None})
-        elif kind not in self.left_out:
-            self.left_out.append(kind)
+        else:
+            self.left_out[kind] = None
 
     def choice(self, choice: Any) -> Any:
         """The field "tool_choice" as a chat has it. Raises ApiError (400)."""
@@ -71,7 +76,7 @@ class Offer:
             if kind in ("function", "custom"):
                 choice = _named(_name(choice, "tool_choice"))
             elif kind == "allowed_tools":
-                names = list(self._allowed(choice.get("tools")))
+                names = list(dict.fromkeys(self._allowed(choice.get("tools"))))
                 mode = choice.get("mode", "auto")
                 if not names and mode == "auto":
                     return "none" if self.functions else None  # only tools that are left out
@@ -81,15 +86,24 @@ class Offer:
         return None if not self.functions and choice in ("auto", "none") else choice
 
     def _allowed(self, tools: Any) -> Iterator[str]:
-        """Names, as a chat has them, of the functions that are allowed."""
+        """Names, as a chat has them, of the functions that are allowed. All of a namespace come once, however often it
+        is named."""
         where = "tool_choice.tools"
-        offered = {function.get("name") for function in self.functions}
-        for i, tool in enumerate(objects(tools, where)):
-            if tool.get("type") in self.left_out:
+        offered = {name for function in self.functions if isinstance(name := function.get("name"), str)}
+        members: dict[str | None, list[str]] = {}
+        for name, called in self.called.items():
+            members.setdefault(called.namespace, []).append(name)
+        seen: set[str] = set()
+        for i, tool in enumerate(objects(tools, where, MAX_TOOLS)):
+            kind = tool.get("type")
+            if isinstance(kind, str) and kind in self.left_out:
                 continue
-            if tool.get("type") == "namespace":
+            if kind == "namespace":
                 namespace = string(tool, "name", f"{where}[{i}]")
-                names = [name for name, called in self.called.items() if called.namespace == namespace]
+                if namespace in seen:
+                    continue
+                seen.add(namespace)
+                names = members.get(namespace, [])
             else:
                 namespace = _name(tool, f"{where}[{i}]")
                 names = [namespace] if namespace in offered else []
