@@ -308,6 +308,15 @@ class ServedModel(Schema):
     vocab_size: int
     eos_token_ids: list[int]
     chat_template: bool
+    tool_format: str | None = Field(None, description="of tool calls; null: they stay text")
+    reasoning_format: str | None = Field(None, description="of reasoning; null: it stays in the text")
+
+
+class TemplateInfo(Schema):
+    """What the chat template was found to take."""
+
+    deviations: list[str] = Field(description="a line for each thing that is not taken as clients send it")
+    capabilities: dict[str, bool | str | list[str]]
 
 
 class EngineStep(Schema):
@@ -334,6 +343,7 @@ class ServerInfo(Schema):
     version: str
     started: int = Field(description="Unix time")
     model: ServedModel
+    chat_template: TemplateInfo | None = Field(None, description="null: there is none that can be used")
     embedding_model: SecondModel | None = None
     settings: dict[str, Setting]
     sampling_defaults: dict[str, Setting]

@@ -16,7 +16,8 @@ import pytest
 pytestmark = pytest.mark.slow
 THINK = ("<think>", "</think>")  # 300 and 301
 TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant\n"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.role }}\n{{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant\n"
     "{% if think %}<think>\n{% endif %}{% if enable_thinking is false %}<think></think>{% endif %}{% endif %}"
 )
 SCHEMA = {
