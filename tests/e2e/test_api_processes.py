@@ -255,6 +255,7 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
 def test_one_that_hangs_is_replaced(server, until, slowness) -> None:
     """Whom it has accepted nobody else can answer: its end is what they hear of it. The others go on meanwhile."""
     expected, pids = text(ask(server)), server.guests()
+    begun = sum("takes requests after" in line for line in server.stderr)
     with ThreadPoolExecutor(24) as pool:
         os.kill(pids[0], signal.SIGSTOP)
         stopped = time.monotonic()
@@ -271,7 +272,7 @@ def test_one_that_hangs_is_replaced(server, until, slowness) -> None:
     assert {answer.status_code for answer in answers} <= {200, 429} and broken < 24, broken
     assert any(re.search(r"API process \d has been silent for \d+ s and is killed", line) for line in server.stderr)
     until(lambda: len(server.guests()) == 2)
-    until(lambda: sum("takes requests after" in line for line in server.stderr) == 4, 60)
+    until(lambda: sum("takes requests after" in line for line in server.stderr) > begun, 60)
     assert {text(ask(server)) for _ in range(6)} == {expected}
     until(lambda: total(server, "vllm:num_requests_running") == 0, 30)
 
