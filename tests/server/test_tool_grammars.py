@@ -166,7 +166,8 @@ def test_the_arguments_of_two_hundred_tools_are_followed(format: Any, mode: str,
     backend, payload = compile(constraint, byte_vocabulary)
     grammar = BACKENDS[backend](byte_vocabulary, payload)
     called = opened(format) + begun(format, "tool_77")
-    for value, ends in (("[]", True), ("7", False)):
+    # Lists of MiniMax M3 are tags within tags, whose grammar says no more than where they end.
+    for value, ends in (("[]", True), ("7", format.name == "minimax_m3")):
         said = {"t77_p0": '"x"', "t77_p1": "7", "t77_p2": '"b"', "t77_p3": value, "t77_p4": '""'}
         matcher = GrammarMatcher(byte_vocabulary, grammar, constraint.markers)
         text = called + written(format, said) + format.end
