@@ -40,6 +40,16 @@ class Shape:
         """At most. No fewer than rows."""
         return self.rows + self.decode_rows * self.num_drafts
 
+    def holds(self, other: Shape) -> bool:
+        """Whether a step that is padded to the other one may be padded to this one, of as many tokens, instead."""
+        return (
+            self.decode_rows >= other.decode_rows
+            and self.prefill_rows >= other.prefill_rows
+            and self.tokens == other.tokens
+            and self.max_query_len >= other.max_query_len
+            and self.num_drafts == other.num_drafts
+        )
+
     @classmethod
     def of(cls, plan: StepPlan) -> Shape:
         """The plan's own, without padding."""

@@ -100,6 +100,7 @@ class GraphTable:
         if max_decodes > MIXED_PREFILL_ROWS:
             self.many_tokens = [n for n in self.mixed_tokens if n in (MANY_TOKENS, self.mixed_tokens[-1])]
         self.shapes = sorted(self._shapes(), key=lambda shape: -shape.tokens)  # the largest first
+        self._known = frozenset(self.shapes)
 
     def _shapes(self) -> list[Shape]:
         found = [Shape(size, 0, size, 0) for size in self.decodes]
@@ -136,10 +137,15 @@ class GraphTable:
     def fits(self, plan: StepPlan) -> Shape | None:
         """The smallest shape of the table that holds this plan, if one does."""
         nearest = self.nearest(plan)
-        return nearest if nearest in self.shapes else None
+        if nearest is None or nearest in self._known:
+            return nearest
+        # Prompts of which a hit leaves one token count as decodes here, not in the planner's limit: more than
+        # FEW_DECODES may stand in a step of as many tokens as only few were expected in.
+        holding = [shape for shape in self.shapes if shape.holds(nearest)]
+        return min(holding, key=lambda shape: (shape.tokens, shape.rows), default=None)
 
     def nearest(self, plan: StepPlan) -> Shape | None:
-        """What this plan would be padded to; not all of these shapes are worth a graph."""
+        """What this plan would be padded to first; not all of these shapes are worth a graph."""
         decodes, prefills, tokens = plan.num_decodes, len(plan.rows) - plan.num_decodes, plan.total_tokens
         if plan.num_drafts:
             return self._nearest_with_drafts(plan)

@@ -55,7 +55,7 @@ class StepGraphs:
 
     def find(self, plan: StepPlan) -> StepGraph | None:
         """The smallest graph that holds this plan, if there is one."""
-        return self._graphs.get(self.table.nearest(plan))
+        return self._graphs.get(self.table.fits(plan))
 
     @torch.inference_mode()
     def capture(self, pool: Any) -> None:

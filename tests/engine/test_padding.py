@@ -109,7 +109,7 @@ def test_every_small_step_finds_the_smallest_graph_that_holds_it(graphs):
     for decodes in (0, 1, 8, 16, 17, 100, 256):
         for queries in ((5,), (128,), (129,), (700,), (1024,), (500, 200), (2,) * MIXED_PREFILL_ROWS):
             total = decodes + sum(queries)
-            if total > 1024 + (decodes if decodes <= FEW_DECODES else 0):
+            if total > 1024 + min(decodes, FEW_DECODES):
                 continue  # the scheduler never makes it
             shape = graphs.fits(plan(decodes, *queries))
             assert decodes <= shape.decode_rows and total <= shape.tokens
@@ -132,6 +132,18 @@ def test_coarse_graphs_hold_every_small_step_too(limit, max_decodes):
             shape = table.fits(step)
             assert shape is not None, (decodes, queries)
             assert decodes <= shape.decode_rows and step.total_tokens <= shape.tokens
+
+
+def test_prompts_that_count_as_decodes_leave_a_full_step_its_graph(graphs):
+    """The planner adds few decodes to its limit; of what it admits then, hits leave one token each."""
+    for more in (1, 5, 100, 240):
+        for queries in ((1024 - more,), (500, 524 - more), (12,) * 60 + (1024 - 720 - more,)):
+            step = plan(FEW_DECODES + more, *[n for n in queries if n > 0])
+            assert graphs.expects(step) and step.total_tokens <= 1024 + FEW_DECODES
+            shape = graphs.fits(step)
+            assert shape is not None, (more, queries)
+            assert step.num_decodes <= shape.decode_rows and step.total_tokens <= shape.tokens == 1040
+            assert len(step.rows) - step.num_decodes <= shape.prefill_rows
 
 
 def test_a_burst_of_short_prompts_finds_one(graphs):
