@@ -16,6 +16,7 @@ from . import servers, talk
 from .talk import KEY_VARIABLES, Connection, TalkError
 
 EXAMPLES = ("vserve connect claude", "vserve connect codex --start", "vserve connect aider --url http://host:8000/v1")
+TAKES_REST = True  # words for the agent
 _NO_KEY = "none"  # what a server without keys is sent, for agents that want one
 
 
@@ -67,7 +68,6 @@ AGENTS: dict[str, tuple[Callable[[str, str, str], Agent], str]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("agent", choices=AGENTS)
     parser.add_argument("--start", action="store_true", help="start it; words behind -- go to it")
-    parser.add_argument("words", nargs="*", metavar="WORD", help="for the agent")
     group = parser.add_argument_group("server")
     group.add_argument("--url", help="of the API (default: the server that runs here)")
     group.add_argument("--api-key", metavar="KEY", help=f"default: the variable {', '.join(KEY_VARIABLES)}")
@@ -88,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
         return 1
     key = arguments.api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
     agent = make(url.rstrip("/").removesuffix("/v1"), model, key or _NO_KEY)
-    command = [*agent.command, *arguments.words]
+    command = [*agent.command, *arguments.rest]
     if not arguments.start:
         for name, value in agent.variables.items():
             hidden = value.replace(key, "YOUR-KEY") if key else value  # what is printed stays in logs

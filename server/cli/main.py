@@ -83,7 +83,12 @@ def _run(argv: list[str]) -> int:
     else:
         name = "serve"  # `vserve MODEL --port 8000` is `vserve serve MODEL --port 8000`
     module = load(name)
+    rest: list[str] = []
+    if getattr(module, "TAKES_REST", False) and "--" in argv:  # what stands behind it is another program's
+        at = argv.index("--")
+        argv, rest = argv[:at], argv[at + 1 :]
     arguments = command_parser(name, module).parse_args([_dashes(word) for word in argv])
+    arguments.rest = rest
     code: int = module.run(arguments)
     return code
 

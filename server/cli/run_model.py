@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import threading
+from pathlib import Path
 from typing import IO
 
 from ...engine.errors import ConfigError
@@ -40,14 +41,17 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = {engine.model, *server.served_model_name}
     if (running := next((one for one in servers.find() if _serves(one, wanted)), None)) is not None:
         return chat.run(_chatting(arguments, f"{running.address}/v1"))
-    process = start(_for_server(arguments))
+    log = _log_file() if arguments.keep else None
+    process = start(_for_server(arguments), log)
     try:
         url = _address(process)
         if url is None:
-            return process.wait()
+            code = process.wait()
+            print(log.read_text() if log is not None else "", end="", file=sys.stderr)
+            return code
         code = chat.run(_chatting(arguments, f"{url}/v1"))
         if arguments.keep:
-            print(f"the server goes on at {url}: `vserve stop {url.rpartition(':')[2]}` ends it")
+            print(f"the server goes on at {url}, its log is {log}: `vserve stop {url.rpartition(':')[2]}` ends it")
         return code
     finally:
         if not arguments.keep or process.poll() is not None:
@@ -55,15 +59,26 @@ def run(arguments: argparse.Namespace) -> int:
             process.wait()
 
 
-def start(words: list[str]) -> subprocess.Popen[str]:
-    """`vserve serve` with these words, on this machine alone and on any free port unless they say another."""
+def _log_file() -> Path:
+    """Of a server that outlives this command."""
+    state = Path(os.environ.get("XDG_STATE_HOME") or "~/.local/state").expanduser() / "vserve"
+    state.mkdir(parents=True, exist_ok=True)
+    return state / f"run-{os.getpid()}.log"
+
+
+def start(words: list[str], log: Path | None) -> subprocess.Popen[str]:
+    """`vserve serve` with these words, on this machine alone and on any free port unless they say another. `log`: where
+    it says what it has to say; None: here."""
     given = {word.partition("=")[0] for word in words}
     for option, value in (("--host", "127.0.0.1"), ("--port", "0"), ("--log-level", "warning")):
         if option not in given:
             words = [*words, option, value]
     command = [sys.executable, "-m", "vserve.server.cli.main", "serve", *words]
     # A session of its own: Ctrl-C ends an answer of the chat, not the server.
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True, env=os.environ.copy())
+    if log is None:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    with log.open("w") as stream:
+        return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stream, text=True, start_new_session=True)
 
 
 def _for_server(arguments: argparse.Namespace) -> list[str]:
