@@ -58,7 +58,7 @@ class _without_bars:
             enable_progress_bars()
 
 
-def _bytes_in_all(name: str, revision: str | None, patterns: Sequence[str]) -> int:
+def _bytes_in_all(name: str, revision: str | None, patterns: list[str]) -> int:
     """Of the files that these patterns name; 0 where the hub does not say."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import filter_repo_objects
@@ -68,17 +68,18 @@ def _bytes_in_all(name: str, revision: str | None, patterns: Sequence[str]) -> i
     except Exception:  # the download itself says what is wrong
         return 0
     sizes = {file.rfilename: file.size or 0 for file in found.siblings or ()}
-    return sum(sizes[file] for file in filter_repo_objects(sizes, allow_patterns=patterns, ignore_patterns=SKIPPED))
+    wanted = filter_repo_objects(list(sizes), allow_patterns=patterns, ignore_patterns=SKIPPED)
+    return sum(sizes[file] for file in wanted)
 
 
 def _counting(report: Report, in_all: Callable[[], int]) -> type[Any]:
     """A bar that draws nothing and counts bytes: the hub's library has several, and fills one with those that are on
     the disk. The total is asked for once there is something to download."""
-    from tqdm import tqdm
+    from tqdm import tqdm  # type: ignore[import-untyped]
 
     reported, total = [0.0], list[int]()
 
-    class Counting(tqdm):  # type: ignore[type-arg]
+    class Counting(tqdm):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **(options | {"file": io.StringIO(), "disable": False, "mininterval": EVERY}))
 

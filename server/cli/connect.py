@@ -66,7 +66,7 @@ AGENTS: dict[str, tuple[Callable[[str, str, str], Agent], str]] = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("agent", choices=AGENTS)
+    parser.add_argument("agent", choices=list(AGENTS))
     parser.add_argument("--start", action="store_true", help="start it; words behind -- go to it")
     group = parser.add_argument_group("server")
     group.add_argument("--url", help="of the API (default: the server that runs here)")
