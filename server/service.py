@@ -343,7 +343,6 @@ def run(
     engine_config: EngineConfig, config: ServerConfig, sources: dict[str, str], sock: socket.socket, reporter: Reporter,
     meeting: Meeting | None = None,
 ) -> int:  # fmt: skip
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every question among API processes
 
     async def main() -> NoReturn:
         await Service(engine_config, config, sources, sock, reporter, meeting).run()

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..describe.model_source import from_hub
+from ..describe.download import from_hub
 from ..errors import ConfigError, and_more
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts

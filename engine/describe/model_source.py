@@ -11,11 +11,11 @@ from ..errors import ModelError, one_line
 from ..files.model_file import PATTERNS, PICKLED
 from ..options.config import EngineConfig
 from ..options.model_path import cache_folder, find_model
+from .download import Report, from_hub
 
 _FILES = ["*.json", "*.model", "*.txt", "*.jinja"]
 _WEIGHTS = ["*.safetensors"]
 _CODE = "*.py"
-_SKIP = ["consolidated*", "original/*", "onnx/*"]  # second copies of the weights in other formats
 
 
 def resolve_model_path(
@@ -24,48 +24,32 @@ def resolve_model_path(
     download_dir: str | None = None,
     load_format: str = "auto",
     with_code: bool = False,
+    report: Report | None = None,
 ) -> Path:
     """A folder as it is; else a model of the Hugging Face hub, downloaded (or found in its cache, HF_OFFLINE=1): a
     GGUF file where the name says which, or where the repository has nothing else.
 
     `download_dir`: where that cache is, None where the hub's library has it. `with_code`: its own code is wanted too.
+    `report`: is told how far a download is.
     """
     if (folder := find_model(name)) is not None:
         return folder
     cache = cache_folder(download_dir)
     if split_name(name)[1]:
-        file = hub_gguf(name, revision, cache)
+        file = hub_gguf(name, revision, cache, report)
         assert file is not None
         return file
     files = [*_FILES, _CODE] if with_code else _FILES
     if load_format == "dummy":
         return from_hub(name, revision, files, download_dir)
     if load_format not in PICKLED:
-        folder = from_hub(name, revision, [*files, *_WEIGHTS], download_dir)
+        folder = from_hub(name, revision, [*files, *_WEIGHTS], download_dir, report)
         if load_format != "auto" or any(folder.glob("*.safetensors")):
             return folder
-    folder = from_hub(name, revision, [*files, *_WEIGHTS, *PATTERNS], download_dir)
+    folder = from_hub(name, revision, [*files, *_WEIGHTS, *PATTERNS], download_dir, report)
     if load_format == "auto" and not any(next(folder.glob(pattern), None) for pattern in PATTERNS):
-        return hub_gguf(name, revision, cache) or folder
+        return hub_gguf(name, revision, cache, report) or folder
     return folder
-
-
-def from_hub(name: str, revision: str | None, files: list[str], download_dir: str | None) -> Path:
-    """Raises ModelError."""
-    import huggingface_hub  # slow, and not needed for a folder
-
-    try:
-        cache = cache_folder(download_dir)
-        path = huggingface_hub.snapshot_download(
-            name, revision=revision, cache_dir=cache, allow_patterns=files, ignore_patterns=_SKIP
-        )
-        return Path(path)
-    except Exception as error:  # one line whatever went wrong: network, name, licence, disk
-        wanted = f"{name} (revision {revision})" if revision else name
-        raise ModelError(
-            f"cannot get {wanted} from the hub ({type(error).__name__}: {one_line(error)}): check name, network and "
-            "HF_TOKEN, or pass a folder"
-        ) from error
 
 
 def resolve_config_path(config: EngineConfig) -> Path:
@@ -86,28 +70,21 @@ def split_name(name: str) -> tuple[str, str]:
     return repository, wanted
 
 
-def hub_gguf(name: str, revision: str | None, cache: str | None) -> Path | None:
+def hub_gguf(name: str, revision: str | None, cache: str | None, report: Report | None = None) -> Path | None:
     """The file, downloaded or found in the cache, the first part of one that is split; None where the repository has
     no GGUF files and none was named. Raises ModelError."""
-    import huggingface_hub  # slow, and not needed for a folder
-
     repository, wanted = split_name(name)
     try:
         there = _listed(repository, revision, cache)
-        if not there and not wanted:
-            return None
-        files = choose(repository, there, wanted)
-        folder = huggingface_hub.snapshot_download(
-            repository, revision=revision, cache_dir=cache, allow_patterns=[_literal(file) for file in files]
-        )
-    except ModelError:
-        raise
-    except Exception as error:  # network, name, licence, disk
+    except Exception as error:  # network, name, licence
         raise ModelError(
             f"cannot get {name} from the hub ({type(error).__name__}: {one_line(error)}): check name, network and "
             "HF_TOKEN, or pass a file"
         ) from error
-    return Path(folder) / files[0]
+    if not there and not wanted:
+        return None
+    files = choose(repository, there, wanted)
+    return from_hub(repository, revision, [_literal(file) for file in files], cache, report) / files[0]
 
 
 def choose(repository: str, files: list[str], wanted: str) -> list[str]:

@@ -18,10 +18,11 @@ from ..families.registry import find_family
 from ..files.model_file import read_config
 from ..options.config import EngineConfig
 from ..options.config_checks import ANY, Purpose
-from ..options.model_path import is_gguf
+from ..options.model_path import find_model, is_gguf
 from ..quant.scheme import make_scheme, read_quantization
 from .divide import check_divides, check_stages, refuse_encoder
 from .divide import refuse as refuse_stages
+from .download import from_hub
 from .model_config import Foreign, ModelConfig, choose
 from .overrides import overridden, overrides
 
@@ -55,6 +56,16 @@ def check_described(folder: Path, config: EngineConfig) -> None:
                 config.tensor_parallel_size, config.enable_expert_parallel, config.pipeline_parallel_size,
                 config.stage_layers,
             )  # fmt: skip
+
+
+def check_before_download(config: EngineConfig) -> None:
+    """A model of the hub that cannot be served is refused by its config.json, before its weights come. Raises
+    ConfigError, ModelError."""
+    if find_model(config.model) is not None or ":" in config.model:
+        return
+    folder = from_hub(config.model, config.revision, ["*.json"], config.download_dir)
+    if (folder / "config.json").exists():
+        check_described(folder, config)
 
 
 @contextmanager

@@ -204,6 +204,8 @@ def configure(level: str = "info", format: str = "auto", process: str = "engine"
     logging.logThreads = logging.logProcesses = logging.logMultiprocessing = False
     _writer.setFormatter(JsonFormatter(process) if format == "json" else TextFormatter())
     logging.basicConfig(level=level.upper(), handlers=[_writer], force=True)
+    # httpx has a line for every request, of a download as of a question among processes.
+    logging.getLogger("httpx").setLevel(max(logging.WARNING, logging.getLogger().level))
     _arguments = ["--log-level", level.upper(), "--log-format", format]
 
 

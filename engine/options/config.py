@@ -8,6 +8,7 @@ from ..errors import ConfigError
 from . import config_checks as checks
 from .cgroup import num_cores
 from .config_checks import Purpose, read_purpose
+from .model_names import hub_name
 from .option import FITTING as FITTING
 from .option import PORT, POSITIVE, UNLIMITED, Bounds, check_options, json_object, option
 from .option import flag as flag
@@ -285,6 +286,7 @@ class EngineConfig:
     engine_in_process: bool = option(False, "run the engine loop inside the API process (tests, very small models)")
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "model", hub_name(self.model))
         if self.max_model_len == FITTING:
             object.__setattr__(self, "max_model_len", None)
         check_options(self)

@@ -6,12 +6,14 @@ import re
 from pathlib import Path
 
 from ..errors import ConfigError
+from .model_names import has_no_owner, meant
+from .shelves import ollama_file
 
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*(:[\w.-]+)?)?")
 
 
 def find_model(name: str) -> Path | None:
-    """The folder or GGUF file of that name; None where it may be a name on the hub.
+    """The folder or GGUF file of that name, which may be one of Ollama's; None where it may be a name on the hub.
 
     Raises ConfigError where it is neither.
     """
@@ -24,14 +26,18 @@ def find_model(name: str) -> Path | None:
         raise ConfigError(
             f"{name} is a file: pass the folder of a Hugging Face model with safetensors weights, or a GGUF file"
         )
-    if not is_hub_name(name):
-        raise ConfigError(f"model {name!r} does not exist: pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B")
+    if (":" in name or has_no_owner(name)) and (file := ollama_file(name)) is not None:
+        return file
+    if not is_hub_name(name) or has_no_owner(name):
+        likely = meant(name)
+        remedy = f"did you mean {likely}?" if likely else "pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B"
+        raise ConfigError(f"model {name!r} does not exist: {remedy}")
     return None
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether it is a file that holds a whole model, not a folder."""
-    return path.suffix.lower() == ".gguf" and path.is_file()
+    """Whether it is a file that holds a whole model, not a folder. Ollama's are named by their digests."""
+    return (path.suffix.lower() == ".gguf" or path.name.startswith("sha256-")) and path.is_file()
 
 
 def cache_folder(download_dir: str | None) -> str | None:
@@ -40,5 +46,6 @@ def cache_folder(download_dir: str | None) -> str | None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it has the form of one: `model`, `owner/model`, or `owner/model:Q4_K_M` for a GGUF file of it."""
+    """Whether it has the form of one: `model` (of old ones), `owner/model`, or `owner/model:Q4_K_M` for a GGUF file of
+    it."""
     return _HUB_NAME.fullmatch(name) is not None

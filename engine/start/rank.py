@@ -19,7 +19,7 @@ from ..cache.kv_format import KVFormat, loaded_format
 from ..describe.divide import check_divides, check_stages, stage_layers
 from ..describe.model_config import ModelConfig
 from ..describe.model_source import resolve_model_path
-from ..describe.reading import read_model_config
+from ..describe.reading import check_before_download, read_model_config
 from ..errors import ConfigError
 from ..link.messages import Progress
 from ..models.model import Model
@@ -71,9 +71,13 @@ class Rank:
         patience = max(timedelta(seconds=config.distributed_timeout_seconds), TIMEOUT)
         with self._phase("config"):
             rendezvous = find_rendezvous(seat, patience)
+            check_before_download(config)
+        with self._phase("download"):
             path = resolve_model_path(
-                config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code
-            )
+                config.model, config.revision, config.download_dir, config.load_format, config.trust_remote_code,
+                report=lambda done, total: report(Progress("download", done, total)),
+            )  # fmt: skip
+        with self._phase("config"):
             described = read_model_config(path, config)
             settings, draft = self._resolve(path, described, machine)
             wait_for_ranks(rendezvous, "files")
@@ -173,7 +177,7 @@ class Rank:
             if isinstance(error, ConfigError) or not is_out_of_memory(error):
                 raise
             raise ConfigError(self._explained(error, name)) from error
-        self.seconds[name] = time.monotonic() - started
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - started
 
     def _explained(self, error: Exception, phase: str) -> str:
         where, free, total, settings = MACHINE, available_bytes(), machine_bytes(), self._settings

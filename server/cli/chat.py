@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 
+from ..options.hint import did_you_mean
 from . import talk
 from .talk import Connection, TalkError
-from .terminal import styled
+from .terminal import printable, styled
 
 COMMANDS = {
     "/clear": "forget what was said",
     "/system TEXT": "another system prompt, and forget what was said",
     "/again": "another answer to the last message",
+    "/model [NAME]": "which models and adapters the server has, or another one from here on",
+    "/set [NAME VALUE]": f"how answers are sampled: {', '.join(talk.SAMPLING)}",
+    "/save FILE": "keep what was said",
+    "/load FILE": "go on with what was kept",
+    '"""': "begins a message of several lines, and ends it",
     "/exit": "leave, as Ctrl-D does",
 }
 
@@ -62,6 +70,33 @@ class Conversation:
         self._messages = [*asked, {"role": "assistant", "content": answer.text}] if answer.text else self._messages
         return answer.stopped
 
+    def save(self, file: str) -> int:
+        """The messages, as a request has them, for whoever can read this user's files. How many. Raises TalkError."""
+        try:
+            path = Path(file).expanduser()
+            text = json.dumps(
+                {"model": self.connection.model, "messages": self._messages}, ensure_ascii=False, indent=1
+            )
+            path.touch(mode=0o600)
+            path.write_text(text + "\n")
+        except OSError as error:
+            raise TalkError(f"cannot write {file or 'a file without a name'}: {error.strerror}") from None
+        return len(self._messages)
+
+    def load(self, file: str) -> int:
+        """As `save` has written them. How many. Raises TalkError, and then nothing has changed."""
+        try:
+            messages = json.loads(Path(file).expanduser().read_text())["messages"]
+            for message in messages:
+                if message["role"] not in ("system", "user", "assistant") or not isinstance(message["content"], str):
+                    raise ValueError
+        except OSError as error:
+            raise TalkError(f"cannot read {file or 'a file without a name'}: {error.strerror}") from None
+        except (ValueError, LookupError, TypeError):
+            raise TalkError(f"{file} holds no conversation: /save writes one") from None
+        self._messages = messages
+        return len(messages)
+
     def say_again(self) -> None:
         if self._messages[-1:] and self._messages[-1]["role"] == "assistant":
             *self._messages, question, _ = self._messages
@@ -77,7 +112,7 @@ def _converse(conversation: Conversation, keep: bool) -> int:
     with talk.past_input("chat", keep):
         for text in talk.inputs("> "):
             try:
-                if terminal and text.startswith("/"):
+                if terminal and text.startswith("/") and "\n" not in text:
                     if _command(conversation, text):
                         break
                 elif conversation.say(text) and not terminal:
@@ -95,16 +130,35 @@ def _converse(conversation: Conversation, keep: bool) -> int:
 
 
 def _command(conversation: Conversation, text: str) -> bool:
-    """Whether it was the one that leaves."""
+    """Whether it was the one that leaves. Raises TalkError."""
     name, _, rest = text.strip().partition(" ")
-    if name in ("/exit", "/quit"):
+    rest, connection = rest.strip(), conversation.connection
+    if name in ("/exit", "/quit", "/bye"):
         return True
     if name == "/clear":
         conversation.clear()
     elif name == "/system":
-        conversation.set_system(rest.strip())
+        conversation.set_system(rest)
     elif name == "/again":
         conversation.say_again()
+    elif name == "/model":
+        names = connection.models()
+        if rest and rest not in names:
+            raise TalkError(f"the server has no model {rest!r}{did_you_mean(rest, names)}: it has {', '.join(names)}")
+        connection.model = rest or connection.model
+        print("\n".join(f"{'*' if name == connection.model else ' '} {printable(name)}" for name in names))
+    elif name == "/set":
+        if rest:
+            setting, _, value = rest.partition(" ")
+            connection.set(setting, value.strip())
+        print(", ".join(f"{name} {value}" for name, value in connection.sampling.items()) or "as the server has it")
+    elif name == "/save":
+        print(f"{conversation.save(rest)} messages are in {rest}")
+    elif name == "/load":
+        print(f"{conversation.load(rest)} messages were said so far")
     else:
-        print("\n".join(f"  {command:<14}{help}" for command, help in COMMANDS.items()))
+        if name not in ("/help", "/?"):
+            known = [command.partition(" ")[0] for command in COMMANDS]
+            print(f"there is no {printable(name)}{did_you_mean(name, known)}")
+        print("\n".join(f"  {command:<18}{help}" for command, help in COMMANDS.items()))
     return False

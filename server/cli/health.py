@@ -6,6 +6,7 @@ Port, socket and TLS are found out: by what the server's process listens on, and
 from __future__ import annotations
 
 import http.client
+import json
 import os
 import socket
 import ssl
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SECONDS = 5.0  # for an answer
+LONGEST = 1 << 20  # bytes of one that are read
 PROC = Path("/proc")
 _LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 _ACCEPTS = 0x10000  # a flag of one in /proc/net/unix
@@ -42,7 +44,7 @@ def check(places: list[Place]) -> tuple[bool, str]:
 def find() -> list[Place]:
     """Where the first server of this user listens; in a container there is one."""
     for pid in sorted(int(entry.name) for entry in PROC.iterdir() if entry.name.isdigit()):
-        if pid != os.getpid() and _is_vserve(pid) and (places := listening(pid)):
+        if pid != os.getpid() and is_vserve(pid) and (places := listening(pid)):
             return places
     return []
 
@@ -60,7 +62,7 @@ def listening(pid: int) -> list[Place]:
     return [place for inode, place in (*_tcp(pid, "tcp"), *_tcp(pid, "tcp6"), *_unix(pid)) if inode in inodes]
 
 
-def _is_vserve(pid: int) -> bool:
+def is_vserve(pid: int) -> bool:
     try:
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:4]
     except OSError:
@@ -94,6 +96,32 @@ def _lines(pid: int, name: str) -> list[str]:
 
 
 def _ask(place: Place) -> tuple[bool, str]:
+    found = ask(place, "/readyz")
+    if found.problem:
+        return found.wants_certificate, found.problem
+    ready = found.status == 200
+    return ready, f"{place} is ready" if ready else f"{place} is not ready: {found.status} {found.text[:1000]}"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What is said at a place, or why nothing is."""
+
+    status: int = 0
+    text: str = ""
+    is_tls: bool = False
+    problem: str = ""
+    wants_certificate: bool = False
+
+    def said(self, key: str) -> str:
+        """A text of the answer's JSON object; "": it has none."""
+        try:
+            return str(json.loads(self.text).get(key) or "")
+        except (ValueError, AttributeError):
+            return ""
+
+
+def ask(place: Place, path: str) -> Reply:
     problem = ""
     for context in (None, _any_certificate()):
         connection = _Connection(place, context)
@@ -101,20 +129,19 @@ def _ask(place: Place) -> tuple[bool, str]:
         try:
             connection.connect()
             greeted = context is not None
-            connection.request("GET", "/readyz")
+            connection.request("GET", path)
             response = connection.getresponse()
-            text = response.read(1000).decode(errors="replace")
-            ready = response.status == 200
-            return ready, f"{place} is ready" if ready else f"{place} is not ready: {response.status} {text}"
+            return Reply(response.status, response.read(LONGEST).decode(errors="replace"), greeted)
         except TimeoutError:
-            return False, f"{place} does not answer within {SECONDS:g} s"
+            return Reply(problem=f"{place} does not answer within {SECONDS:g} s")
         except (OSError, http.client.HTTPException) as error:
             if greeted:  # TLS 1.3 asks for a client's certificate after the greeting, and hangs up without one
-                return True, f"{place} speaks TLS, but only to clients with a certificate"
+                problem = f"{place} speaks TLS, but only to clients with a certificate"
+                return Reply(problem=problem, wants_certificate=True, is_tls=True)
             problem = problem or f"{place} does not answer: {error}"
         finally:
             connection.close()
-    return False, problem
+    return Reply(problem=problem)
 
 
 def _any_certificate() -> ssl.SSLContext:

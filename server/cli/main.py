@@ -20,12 +20,22 @@ GROUPS = {
         "router": ("one address before servers of several hosts", "router"),
         "run-batch": ("answer a file of requests, without a server", "run_batch"),
     },
+    "Models on this machine": {
+        "run": ("chat with a model: it is downloaded, served, and ended with the conversation", "run_model"),
+        "pull": ("download a model", "pull"),
+        "list": ("the models that are here", "list_models"),
+        "show": ("what a model is", "show"),
+        "rm": ("delete one", "remove"),
+    },
     "Talk to a server": {
         "chat": ("several turns, streamed", "chat"),
         "complete": ("continue a text", "complete"),
+        "connect": ("point Claude Code, Codex, opencode or aider at one", "connect"),
     },
     "Measure": {"bench": ("a server, the engine, or how long starting takes", "bench.command")},
     "Look after it": {
+        "ps": ("the servers that run here", "ps"),
+        "stop": ("end one in order", "stop"),
         "plan": ("how many cards a load needs, computed without them", "plan"),
         "doctor": ("whether this machine can serve, and what to do where not", "doctor"),
         "warm": ("compile a deployment's kernels into the cache, before it starts", "warm"),
@@ -33,6 +43,7 @@ GROUPS = {
         "completion": ("make the shell complete commands and options", "completion"),
     },
 }
+_ALIASES = {"ls": "list", "remove": "rm", "download": "pull"}  # what is typed by habit
 COMMANDS = {name: entry for group in GROUPS.values() for name, entry in group.items()}
 EXAMPLES = ("vserve Qwen/Qwen3-0.6B --max-model-len 8K", "vserve chat 'What is 12 + 30?'")
 USAGE = "vserve [MODEL] [options] | vserve COMMAND ..."
@@ -62,6 +73,8 @@ def _run(argv: list[str]) -> int:
     if first in ("-V", "--version", "version"):
         print(f"vserve {__version__}")
         return 0
+    if not os.path.exists(first) and first in _ALIASES:
+        argv[0] = first = _ALIASES[first]
     if first in COMMANDS:
         name = argv.pop(0)
     elif not first.startswith("-") and not os.path.exists(first) and (hint := did_you_mean(first, COMMANDS)):
@@ -70,7 +83,12 @@ def _run(argv: list[str]) -> int:
     else:
         name = "serve"  # `vserve MODEL --port 8000` is `vserve serve MODEL --port 8000`
     module = load(name)
+    rest: list[str] = []
+    if getattr(module, "TAKES_REST", False) and "--" in argv:  # what stands behind it is another program's
+        at = argv.index("--")
+        argv, rest = argv[:at], argv[at + 1 :]
     arguments = command_parser(name, module).parse_args([_dashes(word) for word in argv])
+    arguments.rest = rest
     code: int = module.run(arguments)
     return code
 

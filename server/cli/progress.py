@@ -18,8 +18,11 @@ from ...engine.link import logs
 from ...engine.link.messages import EngineInfo, Progress
 from ..options.config import ServerConfig
 from ..options.http import ENVIRONMENT
+from .download_line import Download
 
 logger = logging.getLogger("vserve")
+DOWNLOAD = "download"  # a phase that may take hours
+LOGGED_EVERY = 30.0  # seconds, of a download where there is no terminal
 
 
 class ProgressLine:
@@ -29,19 +32,26 @@ class ProgressLine:
         self._terminal = sys.stderr.isatty()
         self._phase = ""
         self._shown = 0.0
+        self._download = Download()
 
     def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
         if not self._terminal:
             if progress.phase != self._phase:
                 logger.info("starting: %s", progress.phase)
-            self._phase = progress.phase
+            elif progress.phase == DOWNLOAD and now - self._shown >= LOGGED_EVERY:
+                logger.info("%s", self._download.line(progress.done, progress.total))
+            else:
+                return
+            self._phase, self._shown = progress.phase, now
             return
-        now = time.monotonic()
         if progress.phase == self._phase and progress.done < progress.total and now - self._shown < 0.05:
             return
         self._phase, self._shown = progress.phase, now
         text = f"starting: {progress.phase}"
-        if progress.total:
+        if progress.phase == DOWNLOAD and progress.done:
+            text = self._download.line(progress.done, progress.total)
+        elif progress.total:
             share = progress.done / progress.total
             bar = "█" * int(30 * share) + "░" * (30 - int(30 * share))
             unit, name = (1e9, "GB") if progress.total >= 1e8 else (1e6, "MB")

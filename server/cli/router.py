@@ -72,7 +72,6 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"vserve: {error}", file=sys.stderr)
         return 2
     logs.configure(config.log_level, config.log_format, "router")
-    logging.getLogger("httpx").setLevel(logging.WARNING)  # it has a line for every request
     from ..router.service import RouterService
 
     key = arguments.server_api_key or os.environ.get(KEY_VARIABLE) or None

@@ -7,6 +7,7 @@ import contextlib
 import ipaddress
 import json
 import os
+import ssl
 import sys
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
+from ..options.hint import did_you_mean
 from .terminal import printable, styled
 
 SAMPLING: dict[str, tuple[type, str]] = {
@@ -32,6 +34,7 @@ SAMPLING: dict[str, tuple[type, str]] = {
 }
 KEY_VARIABLES = ("VSERVE_API_KEY", "VLLM_API_KEY", "OPENAI_API_KEY")
 HISTORY_LENGTH = 1000
+_QUOTES = '"""'
 
 
 class TalkError(Exception):
@@ -43,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--url", default="http://localhost:8000/v1", help="of the API (default: %(default)s)")
     group.add_argument("--api-key", metavar="KEY", help=f"default: the variable {', '.join(KEY_VARIABLES)}")
     group.add_argument("--model-name", metavar="NAME", help="default: the first that the server lists")
+    group.add_argument("--cacert", metavar="FILE", help="of the authority that has signed the server's certificate")
     group = parser.add_argument_group("sampling", "default: the server's")
     for name, (kind, help) in SAMPLING.items():
         metavar = "N" if kind is int else "X"
@@ -104,19 +108,38 @@ class Connection:
         self.url = arguments.url.rstrip("/")
         headers = {"authorization": f"Bearer {key.strip()}"} if key else {}
         try:
-            proxied = not _is_here(self.url)
-            self._http = httpx.Client(headers=headers, timeout=httpx.Timeout(10, read=None), trust_env=proxied)
+            proxied, cacert = not _is_here(self.url), getattr(arguments, "cacert", None)
+            trusted = True if cacert is None else ssl.create_default_context(cafile=os.path.expanduser(cacert))
+            self._http = httpx.Client(
+                headers=headers, timeout=httpx.Timeout(10, read=None), trust_env=proxied, verify=trusted
+            )
+        except OSError as error:
+            raise TalkError(f"--cacert {cacert} cannot be used ({error.strerror or error})") from None
         except (ValueError, ImportError) as error:  # the latter: a proxy that speaks SOCKS, for which httpx needs more
             raise TalkError(f"cannot use these settings ({error})") from None
-        self._sampling = sampling(arguments)
-        self.model = arguments.model_name or self._first_model()
+        self.sampling = sampling(arguments)
+        self.model = arguments.model_name or self.models()[0]
 
-    def _first_model(self) -> str:
+    def set(self, name: str, value: str) -> None:
+        """Another way to sample from here on; an empty value: the server's. Raises TalkError."""
+        kind = SAMPLING.get(name.replace("-", "_"))
+        if kind is None:
+            raise TalkError(f"there is no setting {name!r}{did_you_mean(name, SAMPLING)}: {', '.join(SAMPLING)}")
+        try:
+            self.sampling.pop(name.replace("-", "_"), None)
+            if value:
+                self.sampling[name.replace("-", "_")] = kind[0](value)
+        except ValueError:
+            raise TalkError(f"{name} {value!r} is no number") from None
+
+    def models(self) -> list[str]:
+        """The names that the server has, one at least. Raises TalkError."""
         try:
             response = self._http.get(f"{self.url}/models", timeout=30)
             if response.status_code != 200:
                 raise TalkError(_refusal(response))
-            return str(response.json()["data"][0]["id"])
+            names = [str(model["id"]) for model in response.json()["data"]]
+            return [names[0], *names[1:]]
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise TalkError(self._unreachable(error)) from None
         except (ValueError, LookupError, TypeError):
@@ -126,7 +149,7 @@ class Connection:
         """Prints the answer while it comes. Ctrl-C ends the answer, not the program. Raises TalkError."""
         body = {
             "model": self.model,
-            **self._sampling,
+            **self.sampling,
             **body,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -175,6 +198,8 @@ class Connection:
 
     def _unreachable(self, error: Exception) -> str:
         what = str(error) or type(error).__name__
+        if "CERTIFICATE_VERIFY_FAILED" in what:
+            return f"the certificate of {self.url} is not trusted: name its authority with --cacert"
         return f"cannot reach {self.url} ({what}): start a server with `vserve`, or name one with --url"
 
 
@@ -192,6 +217,8 @@ def _refusal(response: httpx.Response) -> str:
         message = error["message"] if isinstance(error, dict) else error
     except (ValueError, LookupError, TypeError):
         message = response.text[:200] or "(no body)"
+    if response.status_code == 401:
+        return f"the server answers 401, for it wants a key that it knows: give --api-key, or set {KEY_VARIABLES[0]}"
     return f"the server answers {response.status_code}: {printable(str(message))}"
 
 
@@ -234,12 +261,13 @@ def past_input(name: str, keep: bool) -> Iterator[None]:
 
 
 def inputs(prompt: str) -> Iterator[str]:
-    """What a person types, or the lines of stdin; a line that ends with \\ goes on in the next. Ends with Ctrl-D."""
-    terminal = sys.stdin.isatty()
+    """What a person types, or the lines of stdin. A line that ends with \\ goes on in the next; three quotes begin and
+    end several. Ends with Ctrl-D."""
+    terminal, quoted = sys.stdin.isatty(), False
     lines: list[str] = []
     while True:
         try:
-            line = input(("... " if lines else prompt) if terminal else "")
+            line = input(("... " if lines or quoted else prompt) if terminal else "")
         except EOFError:
             if terminal:
                 print()
@@ -250,9 +278,16 @@ def inputs(prompt: str) -> Iterator[str]:
             if not terminal:
                 raise
             print("\n(Ctrl-D leaves)")
-            lines = []
+            lines, quoted = [], False
             continue
-        if line.endswith("\\"):
+        if terminal and (quoted or line.lstrip().startswith(_QUOTES)):
+            line = line if quoted else line.lstrip()[len(_QUOTES) :]
+            quoted = not line.rstrip().endswith(_QUOTES)
+            lines += [line] if quoted else [line.rstrip()[: -len(_QUOTES)]]
+            if quoted:
+                continue
+            line = lines.pop()
+        elif line.endswith("\\"):
             lines.append(line[:-1])
             continue
         text, lines = "\n".join([*lines, line]), []

@@ -11,6 +11,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
+from ...engine.describe.download import from_hub
 from ...engine.describe.model_source import hub_gguf, split_name
 from ...engine.describe.overrides import overridden, overrides
 from ...engine.describe.reading import reads_both_ways
@@ -237,19 +238,9 @@ def _folder(name: str, revision: str | None, cache: str | None) -> Path:
     """Where a model's small files are. Raises ConfigError."""
     if (folder := find_model(name)) is not None:
         return folder
-    import huggingface_hub  # slow, and not needed for a folder
-
     if split_name(name)[1] and (file := hub_gguf(name, revision, cache)) is not None:
         return file
-    try:
-        folder = Path(
-            huggingface_hub.snapshot_download(name, revision=revision, cache_dir=cache, allow_patterns=_TEXT_FILES)
-        )
-    except Exception as error:  # network, name, licence, disk
-        raise ConfigError(
-            f"cannot get {name} from the hub ({type(error).__name__}: {shorten(str(error), 200)}): "
-            "check name, network and HF_TOKEN, or pass a folder"
-        ) from error
+    folder = from_hub(name, revision, _TEXT_FILES, cache)
     if any((folder / file).exists() for file in ("config.json", "tokenizer.json")):
         return folder
     return hub_gguf(name, revision, cache) or folder

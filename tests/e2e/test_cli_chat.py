@@ -34,7 +34,7 @@ class Talker(BaseHTTPRequestHandler):
     """A server whose answers are known: the last message again, or one without end."""
 
     def do_GET(self) -> None:
-        self._send(json.dumps({"data": [{"id": "parrot"}]}))
+        self._send(json.dumps({"data": [{"id": "parrot"}, {"id": "pirate"}]}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -175,6 +175,56 @@ def test_commands_and_refusals_on_a_terminal(parrot: Any, tmp_path: Path) -> Non
     terminal.type("/exit\n")
     assert terminal.close() == 0
     assert not (tmp_path / "vserve").exists()
+
+
+def test_a_conversation_changes_its_model_and_settings_and_is_kept(parrot: Any, tmp_path: Path) -> None:
+    terminal = Terminal("chat", "--url", parrot.url, "--no-history", "--temperature", "1")
+    terminal.expect("> ")
+    terminal.type("/model pirat\n")
+    terminal.expect("the server has no model 'pirat'; did you mean pirate\\?: it has parrot, pirate")
+    terminal.type("/model pirate\n")
+    terminal.expect(r"  parrot\r\n\* pirate")
+    terminal.type("/set top-p 0.5\n")
+    terminal.expect("temperature 1.0, top_p 0.5")
+    terminal.type("/set temperature\n/set seed x\n/set depth 3\n")
+    terminal.expect("seed 'x' is no number")
+    terminal.expect("there is no setting 'depth'")
+    terminal.type('"""one\n/two\nthree"""\n')
+    terminal.expect(r"\[one\r\n/two\r\nthree\]")
+    body = parrot.bodies[-1]
+    assert body["model"] == "pirate" and body["top_p"] == 0.5 and "temperature" not in body
+    file = tmp_path / "kept.json"
+    terminal.type(f"/save {file}\n")
+    terminal.expect("2 messages are in")
+    assert file.stat().st_mode & 0o077 == 0
+    terminal.type(f"/clear\n/load {tmp_path}/none\n/load {file}\n")
+    terminal.expect("cannot read .*none: No such file")
+    terminal.expect("2 messages were said so far")
+    terminal.type("four\n")
+    terminal.expect(r"\[four\]")
+    assert [m["content"] for m in parrot.bodies[-1]["messages"]] == ["one\n/two\nthree", "[one\n/two\nthree]", "four"]
+    terminal.type("/moddel\n")
+    terminal.expect("there is no /moddel; did you mean /model\\?")
+    terminal.type("/exit\n")
+    assert terminal.close() == 0
+
+
+def test_an_agent_is_told_what_it_needs_and_started_so(parrot: Any, tmp_path: Path) -> None:
+    root = parrot.url.removesuffix("/v1")
+    told = run("connect", "claude", "--url", parrot.url).stdout
+    assert f"export ANTHROPIC_BASE_URL={root}\n" in told and "export ANTHROPIC_MODEL=parrot\n" in told
+    assert told.endswith("\nclaude\n")
+    for agent, words in (("codex", 'wire_api="responses"'), ("aider", "openai/parrot"), ("opencode", '"baseURL"')):
+        told = run("connect", agent, "--url", parrot.url, "--api-key", "sesame").stdout
+        assert words in told and f"{root}/v1" in told and "sesame" not in told and "YOUR-KEY" in told
+    missing = run("connect", "aider", "--start", "--url", parrot.url, PATH=str(tmp_path))
+    assert missing.returncode == 1 and "aider is not installed: `pip install aider-chat`" in missing.stderr
+    program = tmp_path / "codex"
+    program.write_text('#!/bin/sh\necho "$VSERVE_API_KEY" "$@"\n')
+    program.chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    started = run("connect", "codex", "--start", "--url", parrot.url, "--api-key", "sesame", "--", "exec", PATH=path)
+    assert started.stdout.startswith("sesame -c ") and started.stdout.endswith("-m parrot exec\n"), started.stderr
 
 
 def test_an_answer_cannot_command_the_terminal(parrot: Any) -> None:

@@ -60,8 +60,8 @@ def test_a_server_is_found_wherever_it_listens(
         (found,) = health.listening(pid)
         assert found.host == {"tcp": "127.0.0.1", "tcp6": "::1"}.get(place, path)
         assert (found.port > 0) == (place != "socket")
-        assert health._is_vserve(pid) and not health._is_vserve(os.getpid())
-        monkeypatch.setattr(health, "_is_vserve", lambda candidate: candidate == pid)  # others may run here
+        assert health.is_vserve(pid) and not health.is_vserve(os.getpid())
+        monkeypatch.setattr(health, "is_vserve", lambda candidate: candidate == pid)  # others may run here
         assert main.main(["doctor", "--health"]) == 0
         assert capsys.readouterr().out == f"{found} is ready\n"
     assert main.main(["doctor", "--health"]) == 1
