@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..families.encoders import EncoderFamily, EncoderSpec, find_encoder
 from ..families.family import Family, Names
 from ..families.head_spec import HeadSpec
-from ..families.layer_spec import AttentionSpec, FrameSpec, LayerSpec
+from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec
 from ..families.raw_config import architectures, model_type
 from ..families.refused import refusal
 from ..families.registry import find_family
@@ -55,10 +55,19 @@ class ModelConfig:
         """Tokens the model can handle by its own word: linear and dynamic RoPE stretch max_position_embeddings, yarn
         stretches the original length; llama3 and longrope configs already name the stretched one. Of layers that are
         stretched in several ways, the least counts."""
-        ropes = {layer.attention.rope for layer in self.layers}
+        ropes = {layer.attention.rope for layer in self.layers if layer.attention is not None}
         stretched = [int(rope.original_length * rope.factor) for rope in ropes if rope is not None and rope.stretches]
         length = min(stretched, default=self.max_position_embeddings)
         return min(length, self.longest or length)
+
+    def kv_specs(self) -> list[KVSpec]:
+        """Of the layers with attention."""
+        return [layer.attention.kv for layer in self.layers if layer.attention is not None]
+
+    @property
+    def has_state(self) -> bool:
+        """Whether some layers keep a state in the place of keys and values."""
+        return any(layer.state is not None for layer in self.layers)
 
     def named(self, path: str) -> str:
         """A path, in llama's names, as the checkpoint names it."""

@@ -67,8 +67,12 @@ def _naming(changes: Mapping[str, Any]) -> Iterator[None]:
 
 def without_windows(model: ModelConfig) -> ModelConfig:
     """Every layer sees all of a context that is no longer than the smallest window: what it would have seen anyway."""
-    smallest = min((layer.attention.window for layer in model.layers if layer.attention.window), default=0)
-    layers = tuple(replace(layer, attention=replace(layer.attention, window=0)) for layer in model.layers)
+    windows = (layer.attention.window for layer in model.layers if layer.attention is not None)
+    smallest = min((window for window in windows if window), default=0)
+    layers = tuple(
+        layer if layer.attention is None else replace(layer, mixer=replace(layer.attention, window=0))
+        for layer in model.layers
+    )
     return replace(model, layers=layers, longest=min((n for n in (smallest, model.longest) if n), default=0))
 
 

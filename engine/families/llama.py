@@ -101,8 +101,9 @@ def granite_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     """Llama with a scale of its own for scores, and one for what is added to the residual stream."""
     scale, residual = raw.number("attention_multiplier"), raw.number("residual_multiplier")
     return tuple(
-        replace(layer, attention=replace(layer.attention, scale=scale), residual_scale=residual)
+        LayerSpec(replace(attention, scale=scale), layer.mlp, residual_scale=residual)
         for layer in llama_layers(raw)
+        if isinstance(attention := layer.mixer, AttentionSpec)
     )
 
 

@@ -23,7 +23,7 @@ _BEGINNINGS = {
         (
             "BailingHybrid", "BailingMoeV2_5", "Bamba", "CohereCompass", "FalconH1", "FalconMamba", "GraniteMoeHybrid",
             "Inkling", "Jamba", "KimiLinear", "Lfm2", "Lfm3", "Mamba", "MiniMaxForCausalLM", "MiniMaxM1",
-            "MiniMaxText01", "NemotronH", "OlmoHybrid", "Phi4Flash", "Plamo2", "Qwen3Next", "Qwen3_5", "Qwen4Exp",
+            "MiniMaxText01", "NemotronH", "OlmoHybrid", "Phi4Flash", "Plamo2", "Qwen4Exp",
             "RWKV", "Rwkv", "RecurrentGemma", "Zamba", "Zaya", "xLSTM",
         ),
         _RECURRENT,

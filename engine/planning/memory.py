@@ -45,7 +45,7 @@ def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: in
 
 def _width(layer: LayerSpec) -> int:
     """Values of a token that its widest block has at once."""
-    return max(layer.attention.width, layer.mlp.width)
+    return max(layer.mixer.width, layer.mlp.width)
 
 
 def row_bytes(max_num_seqs: int, max_model_len: int, layout: KVLayout) -> int:
@@ -343,7 +343,7 @@ def plan_encoder(runner: EncoderRunner, config: EngineConfig, settings: Schedule
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:
         total = budget = machine_bytes()
-        widest = max(max(layer.attention.width, layer.mlp.width) for layer in runner.model.config.layers)
+        widest = max(max(layer.mixer.width, layer.mlp.width) for layer in runner.model.config.layers)
         activations = 4 * num_tokens * (3 * runner.model.config.hidden_size + widest)
         other, advice = 0, "take a smaller model"
     plan = MemoryPlan(total, budget, weights, activations, 0, other, 0, num_texts + 1, length, runner.layout)

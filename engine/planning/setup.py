@@ -11,7 +11,7 @@ import torch
 from ..cache.kv_format import KVFormat, planned_format
 from ..cache.kv_layout import KVLayout
 from ..cache.latent_prompts import LatentPrompts
-from ..describe.divide import check_divides, kv_share, stage_layers
+from ..describe.divide import check_divides, kv_shares, stage_layers
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..files.checkpoint import checkpoint_bytes
@@ -139,7 +139,7 @@ def _room(
     """What is left for the cache once weights and the largest step have theirs."""
     item, tokens = settings.dtype.itemsize, settings.max_num_batched_tokens
     ranks = config.tensor_parallel_size
-    widest = max(max(layer.attention.width, layer.mlp.width) for layer in model.layers) // ranks
+    widest = max(max(layer.mixer.width, layer.mlp.width) for layer in model.layers) // ranks
     step = item * tokens * (2 * model.hidden_size + widest)
     if stage.is_last:
         step += 4 * LOGIT_COPIES * settings.max_num_seqs * model.vocab_size // 2
@@ -152,7 +152,7 @@ def _room(
     cache = int(card.memory * config.gpu_memory_utilization) - weights - step
     if config.kv_cache_memory_bytes is not None:
         cache = min(config.kv_cache_memory_bytes, card.memory - weights - step)
-    specs = [kv_share(model, index, ranks) for index in range(len(model.layers))]
+    specs = kv_shares(model, ranks)
     layout = KVLayout.of(specs, config.block_size, settings.max_model_len, format)
     if stage.count > 1:
         layers = stage.indices(len(specs))

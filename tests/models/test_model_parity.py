@@ -330,8 +330,8 @@ def test_products_that_add_to_the_residual(
     folder = make(tiny_model, family, variant="clamped" if family == "gpt_oss" else "gqa")  # without biases
     model = load(folder)
     dense = [layer for layer in model.layers if isinstance(layer.mlp, MLP)]  # experts add in every step
-    outputs = [layer for layer in model.layers if layer.attention.output.method.bias is None]  # no product adds both
-    for product in (*(layer.attention.output for layer in outputs), *(layer.mlp.down for layer in dense)):
+    outputs = [layer for layer in model.layers if layer.mixer.output.method.bias is None]  # no product adds both
+    for product in (*(layer.mixer.output for layer in outputs), *(layer.mlp.down for layer in dense)):
         product.method.add_rows = 9
     multiply, seen = Unquantized.multiply, []
 
@@ -370,7 +370,7 @@ def test_routers_that_norm_what_they_read(
     model, plain = load(folder), load(folder)
     mixtures = [layer for layer in model.layers if not isinstance(layer.mlp, MLP)]
     for layer in mixtures:
-        layer.mlp.router.norm_rows = layer.attention.output.method.add_up_to = 8
+        layer.mlp.router.norm_rows = layer.mixer.output.method.add_up_to = 8
     for layer in plain.layers:
         layer.adds_to_residual = False  # all is added by norms
     routed, seen = routing.norm_router, []
@@ -431,7 +431,7 @@ def _window_off_by_one(runner: PagedRunner) -> None:
 
 def _no_qk_norm(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.attention.q_norm = layer.attention.attention.k_norm = None
+        layer.mixer.attention.q_norm = layer.mixer.attention.k_norm = None
 
 
 def _positions_off_by_one(runner: PagedRunner) -> None:
@@ -452,12 +452,12 @@ def _wrong_page(runner: PagedRunner) -> None:
 
 def _no_bias(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.qkv.method.__dict__["bias"] = None  # where keep_at_hand has put it
+        layer.mixer.qkv.method.__dict__["bias"] = None  # where keep_at_hand has put it
 
 
 def _other_pairs(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.spec = replace(layer.attention.spec, interleaved=False)
+        layer.mixer.spec = replace(layer.mixer.spec, interleaved=False)
 
 
 def _no_temperature(runner: PagedRunner) -> None:
@@ -476,7 +476,7 @@ def _no_correction(runner: PagedRunner) -> None:
 
 def _no_latent_norm(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.kv_norm.weight.fill_(1.0)
+        layer.mixer.kv_norm.weight.fill_(1.0)
 
 
 def _other_sums(runner: PagedRunner) -> None:

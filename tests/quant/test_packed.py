@@ -128,7 +128,7 @@ def test_a_model(packed: None, asked: str, tiny_model: Callable[..., Path], monk
     assert isinstance(layer.attention, AttentionBlock) and isinstance(layer.mlp, MLP)
     for rows in (3, 100):
         x, residual = torch.randn(rows, config.hidden_size), torch.randn(rows, config.hidden_size)
-        for reader, norm in ((layer.attention.qkv, layer.attention_norm), (layer.mlp.gate_up, layer.mlp_norm)):
+        for reader, norm in ((layer.mixer.qkv, layer.mixer_norm), (layer.mlp.gate_up, layer.mlp_norm)):
             seen.clear()
             given, kept = norm(x, residual.clone(), reader)
             plain, expected = norm(x.clone(), residual.clone())
