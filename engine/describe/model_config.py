@@ -17,7 +17,7 @@ from ..families.head_spec import HeadSpec
 from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec
 from ..families.raw_config import architectures, model_type
 from ..families.refused import refusal
-from ..families.registry import find_family
+from ..families.registry import find_family, own_family
 
 if TYPE_CHECKING:
     import torch  # at run time only where a dtype is made: reading the file alone should not wait for torch
@@ -120,6 +120,11 @@ def choose(
         except ModelError as error:
             own = error
     else:
+        if (family := own_family(raw)) is not None and not family.foreign:
+            raise ModelError(
+                f"--model-impl transformers: {family.architecture} keeps recurrent states, for which transformers' "
+                "code has no cache here; vserve computes it itself: leave it out"
+            )
         own = ModelError(
             f"architecture {names[0] if names else 'unnamed'} is not supported: transformers has no such decoder; "
             "leave --model-impl transformers out, or use another model"

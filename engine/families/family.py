@@ -50,6 +50,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     drafts: str = ""  # the key of how many layers its checkpoints have behind the last one, which draft tokens
     nested: str = ""  # the key of the object in config.json that describes the decoder
+    foreign: bool = True  # whether transformers' code computes it, too, on this cache
     causal: bool = True  # whether its tokens see earlier ones alone, where config.json says nothing of it
 
     @property

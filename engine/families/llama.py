@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..errors import ModelError
 from .family import Family, attention_spec, expert_counts, layer_count, mlp_spec, named_windows, window_of
-from .layer_spec import FrameSpec, LayerSpec, MoESpec, RoutingSpec
+from .layer_spec import AttentionSpec, FrameSpec, LayerSpec, MoESpec, RoutingSpec
 from .raw_config import RawConfig
 from .rope_config import read_rope
 

@@ -111,20 +111,21 @@ _TEXT = (("model.", "model.language_model."),)  # beside pictures
 
 QWEN3_5 = Family(
     "Qwen3_5ForCausalLM", "qwen3_5_text", qwen3_5_layers, _frame,
-    own=_OWN, other_names=(_TEXT,), ignored=_IGNORED,
+    own=_OWN, other_names=(_TEXT,), ignored=_IGNORED, foreign=False,
 )  # fmt: skip
 QWEN3_5_PICTURES = Family(
     "Qwen3_5ForConditionalGeneration", "qwen3_5", qwen3_5_layers, _frame,
-    own=_OWN, nested="text_config", names=_TEXT, other_names=((),), ignored=_IGNORED,
+    own=_OWN, nested="text_config", names=_TEXT, other_names=((),), ignored=_IGNORED, foreign=False,
 )  # fmt: skip
 QWEN3_5_MOE = Family(
     "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", qwen3_5_moe_layers, _frame,
-    own=_OWN, names=ROUTER_NAMES, other_names=((*ROUTER_NAMES, *_TEXT),), ignored=_IGNORED,
+    own=_OWN, names=ROUTER_NAMES, other_names=((*ROUTER_NAMES, *_TEXT),), ignored=_IGNORED, foreign=False,
 )  # fmt: skip
 QWEN3_5_MOE_PICTURES = Family(
     "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5_moe_layers, _frame,
-    own=_OWN, nested="text_config", names=(*ROUTER_NAMES, *_TEXT), other_names=(ROUTER_NAMES,), ignored=_IGNORED,
+    own=_OWN, nested="text_config", names=(*ROUTER_NAMES, *_TEXT), other_names=(ROUTER_NAMES,), ignored=_IGNORED, foreign=False,
 )  # fmt: skip
 QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM", "qwen3_next", qwen3_next_layers, _frame, own=_OWN, names=ROUTER_NAMES, ignored=_IGNORED,
+    foreign=False,
 )  # fmt: skip

@@ -63,6 +63,8 @@ _BEGINNINGS = {
     # They begin or end like others, and are decoders.
     "Ernie4_5": "",
     "Gemma3ForConditionalGeneration": "",  # of which the decoder is served
+    "Qwen3_5ForConditionalGeneration": "",
+    "Qwen3_5MoeForConditionalGeneration": "",
     "ModernBertDecoder": "",
 }  # fmt: skip
 _ENDINGS = {

@@ -43,18 +43,20 @@ _BY_ARCHITECTURE["Gemma3TextForCausalLM"] = GEMMA3  # as EmbeddingGemma's Gemma3
 _BY_MODEL_TYPE = {family.model_type: family for family in (*FAMILIES, *BOTH_WAYS)}
 
 
-def find_family(raw: Mapping[str, Any]) -> Family:
-    """By architecture; by model_type where none is named. Raises ModelError."""
-    kind = model_type(raw)
+def own_family(raw: Mapping[str, Any]) -> Family | None:
+    """By architecture; by model_type where none is named. Raises ModelError for what are no names."""
     if not (names := architectures(raw)):
-        if kind in _BY_MODEL_TYPE:
-            return _BY_MODEL_TYPE[kind]
-        names = [kind]
-    for name in names:
-        for known in (name, base_name(name)):  # the second: of a model that embeds or classifies
-            if known in _BY_ARCHITECTURE:
-                return _BY_ARCHITECTURE[known]
+        return _BY_MODEL_TYPE.get(model_type(raw))
+    known = (known for name in names for known in (name, base_name(name)))  # the second: of one that embeds, classifies
+    return next((_BY_ARCHITECTURE[name] for name in known if name in _BY_ARCHITECTURE), None)
+
+
+def find_family(raw: Mapping[str, Any]) -> Family:
+    """As own_family. Raises ModelError where there is none."""
+    if (family := own_family(raw)) is not None:
+        return family
+    names = architectures(raw) or [model_type(raw)]
     if (line := refusal(names)) is not None:
         raise ModelError(line)
-    known = ", ".join(family.architecture for family in FAMILIES)
-    raise ModelError(f"architecture {names[0] or 'unnamed'} is not supported: serve one of {known}")
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise ModelError(f"architecture {names[0] or 'unnamed'} is not supported: serve one of {supported}")

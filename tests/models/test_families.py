@@ -37,21 +37,21 @@ def logits_of(model: CausalLM) -> list[torch.Tensor]:
 
 # family, variant → settings that are put in the place of what its config.json says
 LAYER_SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
-    ("gemma2", "gqa", {"attention": {"soft_cap": 0.0}}),
-    ("gemma2", "gqa", {"attention": {"scale": 0.0}}),
-    ("gemma2", "gqa", {"attention": {"window": 9}}),
+    ("gemma2", "gqa", {"mixer": {"soft_cap": 0.0}}),
+    ("gemma2", "gqa", {"mixer": {"scale": 0.0}}),
+    ("gemma2", "gqa", {"mixer": {"window": 9}}),
     ("gemma", "gqa", {"mlp": {"activation": "silu"}}),
-    ("gemma3_text", "gqa", {"attention": {"rope": RopeConfig(theta=1e6)}}),
-    ("phi3", "part", {"attention": {"rotated": 0}}),
-    ("glm", "gqa", {"attention": {"interleaved": False}}),
-    ("glm4", "gqa", {"attention": {"rotated": 0}}),
-    ("granite", "gqa", {"attention": {"scale": 0.0}}),
+    ("gemma3_text", "gqa", {"mixer": {"rope": RopeConfig(theta=1e6)}}),
+    ("phi3", "part", {"mixer": {"rotated": 0}}),
+    ("glm", "gqa", {"mixer": {"interleaved": False}}),
+    ("glm4", "gqa", {"mixer": {"rotated": 0}}),
+    ("granite", "gqa", {"mixer": {"scale": 0.0}}),
     ("granite", "gqa", {"residual_scale": 1.0}),
-    ("cohere", "each", {"attention": {"interleaved": False}}),
-    ("cohere2", "gqa", {"attention": {"rope": RopeConfig()}}),
-    ("olmo3", "yarn", {"attention": {"rope": RopeConfig()}}),
-    ("smollm3", "gqa", {"attention": {"rope": RopeConfig(theta=2e6)}}),
-    ("exaone4", "gqa", {"attention": {"rope": RopeConfig()}}),
+    ("cohere", "each", {"mixer": {"interleaved": False}}),
+    ("cohere2", "gqa", {"mixer": {"rope": RopeConfig()}}),
+    ("olmo3", "yarn", {"mixer": {"rope": RopeConfig()}}),
+    ("smollm3", "gqa", {"mixer": {"rope": RopeConfig(theta=2e6)}}),
+    ("exaone4", "gqa", {"mixer": {"rope": RopeConfig()}}),
 ]
 
 
