@@ -22,6 +22,7 @@ import vserve.engine.cache.kv_layout as kv_capacity_module
 import vserve.engine.grammar.guide as guide_module
 import vserve.engine.schedule.block_pool as block_pool_module
 import vserve.engine.schedule.kv_cache as kv_cache_module
+import vserve.engine.schedule.kv_group as kv_group_module
 import vserve.engine.schedule.planner as planner_module
 import vserve.engine.schedule.prompt_results as prompt_results_module
 import vserve.engine.schedule.request as request_module
@@ -50,7 +51,7 @@ ROOMS = {
     "planner": planner_module,
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
-    "kv_group": kv_cache_module,
+    "kv_group": kv_group_module,
     "kv_capacity": kv_capacity_module,
     "block_pool": block_pool_module,
     "prompt_results": prompt_results_module,
@@ -1086,9 +1087,9 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
     elif room == "roster":
         monkeypatch.setattr(scheduler_module, "Roster", broken.Roster)
     elif room == "kv_group":
-        monkeypatch.setattr(kv_cache_module, "KVGroup", broken.KVGroup)
+        monkeypatch.setattr(kv_cache_module, "kv_groups", broken.kv_groups)
     elif room == "kv_capacity":
-        monkeypatch.setattr(kv_cache_module, "blocks_held", broken.blocks_held)
+        monkeypatch.setattr(kv_group_module, "blocks_held", broken.blocks_held)
         monkeypatch.setattr(kv_cache_module, "longest_request", broken.longest_request)
     elif room == "kv_cache":
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)
