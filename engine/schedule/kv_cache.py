@@ -13,11 +13,9 @@ from ..errors import require
 from ..options.config import SchedulerConfig
 from .block_pool import NULL_BLOCK, BlockPool
 from .kv_events import KVEvents
-from .kv_group import kv_groups
+from .kv_group import KVGroup, kv_groups
 from .request import Request
-
-
-Registered = list[tuple[int, bytes]]  # (block, key): what has to be revoked should the step fail
+from .state_group import Registered, StateGroup
 
 
 class BlockTable:
@@ -41,6 +39,7 @@ class KVCacheManager:
         chunk, size = config.max_num_batched_tokens, config.block_size
         self.groups = kv_groups(config, self.pool)
         self.num_groups = len(self.groups)
+        self.state = StateGroup(config) if config.num_state_slots else None  # of layers that keep no tokens
         # Of one request alone.
         self.max_tokens = longest_request(config.windows, config.num_blocks, chunk, size, config.max_model_len)
         self.tables: dict[int, BlockTable] = {}  # by request id
@@ -99,15 +98,28 @@ class KVCacheManager:
         the chunk's blocks are taken. The chunk is what is left to compute, at most `budget` tokens; what is left must
         not be cut if it is at most `whole` tokens. Without `read` nothing is matched. Returns the tokens to compute in
         this step and sets `num_computed_tokens` to the hit; 0, with nothing changed, when refused.
+
+        With recurrent state a slot has to be free, too, and a hit ends where there is a snapshot. Who would hit one
+        that this very plan writes waits for the next plan.
         """
-        pool, size = self.pool, self.block_size
+        pool, size, state = self.pool, self.block_size, self.state
+        if state is not None and not state.pool.num_free:
+            return 0
         num_tokens = len(request.token_ids)
         # At least one token is computed: its logits are needed.
         hits = self._match(request, (num_tokens - 1) // size if read else 0)
+        junction = len(hits[0]) * size
+        if state is not None:
+            while (length := state.match(request.block_hashes[: len(hits[0])])) < len(hits[0]):
+                hits = self._match(request, length)
+            if state.is_coming(request.block_hashes[len(hits[0]) : junction // size]):
+                return 0
         num_hits = len(hits[0])
         remaining = num_tokens - num_hits * size
         num_new = min(remaining, budget)
-        if num_new < remaining <= whole:
+        if state is not None:
+            num_new = state.cut(num_hits * size, num_new, num_tokens, junction - junction % state.grain)
+        if not num_new or num_new < remaining <= whole:
             return 0
         num_missing, needed = -(-num_tokens // size) - num_hits, promised
         for group, blocks in zip(self.groups, hits, strict=True):
@@ -122,6 +134,8 @@ class KVCacheManager:
             for block in blocks[start:] if start else blocks:
                 pool.share(block)
         self.tables[request.id] = BlockTable(hits, left)
+        if state is not None:
+            state.start(request, num_computed, junction)
         self.grow(request, num_computed + num_new)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
@@ -129,6 +143,14 @@ class KVCacheManager:
                 self.prefix_queries += num_tokens
                 self.prefix_hits += request.num_computed_tokens
         return num_new
+
+    def chunk(self, request: Request, most: int) -> int:
+        """Tokens that a step computes of a running request, at most `most`."""
+        computed, target = request.num_computed_tokens, request.target
+        num_new = min(target - computed, most)
+        if self.state is None:
+            return num_new
+        return self.state.cut(computed, num_new, target, self.state.held[request.id].junction)
 
     def grow(self, request: Request, num_tokens: int) -> int:
         """Append blocks until the table holds `num_tokens`. Returns the entries appended; -1, with none: no room."""
@@ -158,12 +180,12 @@ class KVCacheManager:
         for blocks, group, left in zip(table.groups, self.groups, table.left, strict=True):
             # A narrow window leaves a block behind before all its tokens are known: then nobody will find it.
             first, suffix = max(start, left), group.suffix
-            pairs = [(block, key + suffix) for block, key in zip(blocks[first:end], hashes[first:end], strict=True)]
+            keys = [key + suffix for key in hashes[first:end]]
             if self.events is not None:
-                self._publish(request, group, first, [key for _, key in pairs])
-            for block, key in pairs:
+                self._publish(request, group, first, keys)
+            for block, key in zip(blocks[first:end], keys, strict=True):
                 self.pool.register(block, key)
-            registered += pairs
+                registered.append((self.pool, block, key))
         table.num_registered = end
 
     def _publish(self, request: Request, group: KVGroup, first: int, keys: list[bytes]) -> None:
@@ -192,9 +214,11 @@ class KVCacheManager:
 
     def revoke(self, registered: Registered) -> None:
         """Forget keys whose content was never computed; a block that has a new key by now keeps it."""
-        for block, key in registered:
-            if self.pool.keys[block] == key:
-                self.pool.revoke(block)
+        for pool, block, key in registered:
+            if pool.keys[block] == key:
+                pool.revoke(block)
+        if self.state is not None:
+            self.state.drop(registered)
 
     def distrust(self, request: Request) -> None:
         """Forget every block with the content of a request's, whether it still runs or not: it may be worthless."""
@@ -202,11 +226,15 @@ class KVCacheManager:
             for group in self.groups:
                 while (block := self.pool.find(key + group.suffix)) is not None:
                     self.pool.revoke(block)
+        if self.state is not None:
+            self.state.distrust(request)
 
     def free(self, request: Request) -> None:
-        """Give up all blocks of a request, its tail first."""
+        """Give up all blocks of a request, its tail first, and its slot."""
         for blocks in self.tables.pop(request.id).groups:
             self.pool.release(reversed(blocks))
+        if self.state is not None:
+            self.state.free(request)
 
     def check_invariants(self, running: Mapping[int, Request], thorough: bool) -> None:
         """Raises InvariantError unless the running requests, and only these, hold blocks.
@@ -220,6 +248,8 @@ class KVCacheManager:
         if not thorough:
             return
         self.pool.check_invariants()
+        if self.state is not None:
+            self.state.check_invariants(running)
         refs = [0] * self.pool.num_blocks
         refs[0] = 1
         for id, table in self.tables.items():

@@ -11,6 +11,7 @@ import inspect
 import os
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import ModuleType
@@ -192,6 +193,8 @@ class Row:
 class Device:
     """Executes plans in order, knowing of a request only what plans have said."""
 
+    row_type = Row
+
     def __init__(self, config: SchedulerConfig, salts: dict[int, str | None]) -> None:
         self.config = config
         self.salts = salts
@@ -351,7 +354,7 @@ class Device:
     def apply_diffs(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
             assert new.num_computed_tokens < len(unpack_tokens(new.token_ids))
-            self.rows[new.row] = Row(new, self.salts[new.request_id], len(self.config.windows))
+            self.rows[new.row] = self.row_type(new, self.salts[new.request_id], len(self.config.windows))
         for group, writes in enumerate(plan.new_blocks):
             for write in writes:
                 row, window = self.rows[write.row], self.config.windows[group]
@@ -523,14 +526,16 @@ def capacity_of(config: SchedulerConfig) -> int:
 class Simulation:
     def __init__(
         self, seed: int, *, windowed: bool = False, drafts: bool = False, stages: bool = False, check: bool = True,
-        device: type[Device] = Device,
+        device: type[Device] = Device, adapt: Callable[[SchedulerConfig, random.Random], SchedulerConfig] | None = None,
     ) -> None:  # fmt: skip
         """`windowed`: some KV groups have windows. `drafts`: steps have drafts, some of them wrong. `stages`: of a
-        pipeline compute the steps. `check`: assert the scheduler's own invariants, too."""
+        pipeline compute the steps. `check`: assert the scheduler's own invariants, too. `adapt` changes the settings
+        that were drawn."""
         self.rng = rng = random.Random(seed)
         config = random_config(rng, windowed)
         config = with_stages(config, random.Random(seed + 5)) if stages else config
-        self.config = config = with_drafts(config, rng) if drafts else config
+        config = with_drafts(config, rng) if drafts else config
+        self.config = config = adapt(config, random.Random(seed + 7)) if adapt else config
         self.left_out: Counter[Request] = Counter()  # plans, of those who could decode
         self.scheduler = Scheduler(config)
         if drafts:
@@ -842,8 +847,8 @@ class Simulation:
         self.seen["preemption"] += stats.num_preemptions
 
 
-def simulate(seed: int, num_steps: int, **options) -> Simulation:
-    simulation = Simulation(seed, **options)
+def simulate(seed: int, num_steps: int, simulation_type: type[Simulation] = Simulation, **options) -> Simulation:
+    simulation = simulation_type(seed, **options)
     try:
         simulation.run(num_steps)
     except Exception as error:
