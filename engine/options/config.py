@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import lcm
 
 from ..errors import ConfigError
 from . import config_checks as checks
@@ -367,6 +368,14 @@ class SchedulerConfig:
     max_drafts: int = 0  # tokens that are drafted for a request in a step, at most
     draft_depths: tuple[tuple[int, int], ...] = ()  # (up to so many running requests, drafts of each)
     drafts_with_grammars: bool = True  # not where drafts hold whatever the masks say
+    num_state_slots: int = 0  # of recurrent state, the null slot included; 0: the model has none
+    state_snapshot_tokens: int = 64  # at multiples of which states are kept for later requests
+
+    @property
+    def grain(self) -> int:
+        """Tokens at multiples of which chunks of prompts end, and prefixes that are found; 1: no recurrent state says
+        where, and blocks alone do."""
+        return lcm(self.state_snapshot_tokens, self.block_size) if self.num_state_slots else 1
 
 
 def default_cpu_threads() -> int:
