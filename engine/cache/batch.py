@@ -130,7 +130,7 @@ class BatchBuilder:
         upload = Upload()
         if not (writes := self.tables.stage(plan, upload)):
             return
-        restored = [new for new in plan.new_rows if new.restored_from >= 0]
+        restored = [new for new in plan.new_rows if new.restored_from not in (-1, new.state_slot)]
         if restored:
             sources = upload.add([new.restored_from for new in restored])
             targets = upload.add([new.state_slot for new in restored])

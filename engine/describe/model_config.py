@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..families.encoders import EncoderFamily, EncoderSpec, find_encoder
 from ..families.family import Family, Names
 from ..families.head_spec import HeadSpec
-from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec
+from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec, StateSpec
 from ..families.raw_config import architectures, model_type
 from ..families.refused import refusal
 from ..families.registry import find_family, own_family
@@ -64,10 +64,13 @@ class ModelConfig:
         """Of the layers with attention."""
         return [layer.attention.kv for layer in self.layers if layer.attention is not None]
 
+    def state_specs(self) -> list[StateSpec]:
+        """Of the layers that keep a state in the place of keys and values."""
+        return [layer.state for layer in self.layers if layer.state is not None]
+
     @property
     def has_state(self) -> bool:
-        """Whether some layers keep a state in the place of keys and values."""
-        return any(layer.state is not None for layer in self.layers)
+        return bool(self.state_specs())
 
     def named(self, path: str) -> str:
         """A path, in llama's names, as the checkpoint names it."""

@@ -128,6 +128,20 @@ class EngineConfig:
         group="cache",
         bounds=POSITIVE,
     )
+    mamba_ssm_cache_dtype: str = option(
+        "auto",
+        "of the recurrent states of models that have such; float16: half the memory of float32, rounded at each token; "
+        "auto: what the checkpoint asks for",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        group="cache",
+    )
+    state_cache_fraction: float = option(
+        0.25,
+        "share of the cache's memory, beside the states of running requests, that keeps snapshots of recurrent states, "
+        "by which later requests find a prefix; the blocks have the rest",
+        group="cache",
+        bounds=Bounds(0, 0.9, note="it is a share"),
+    )
     num_gpu_blocks_override: int | None = option(
         None, "number of blocks of the KV cache, whatever fits", group="cache", bounds=POSITIVE
     )

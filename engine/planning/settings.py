@@ -56,6 +56,7 @@ class Settings(SchedulerConfig):
     dtype: torch.dtype
     exact: bool  # one more precise than bfloat16 was named: on the CPU no product with codes computes in less
     model_impl: str  # vserve or transformers
+    mamba_ssm_cache_dtype: str  # of recurrent states; auto: the model has none
     kv_cache_dtype: str  # the activations' type, fp8_e4m3 or fp8_e5m2
     calculate_kv_scales: bool
     pipeline_layer_partition: str  # layers of the stages, as they are; "" of one
@@ -70,6 +71,11 @@ class Settings(SchedulerConfig):
     @property
     def device(self) -> torch.device:
         return self.machine.device
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of recurrent states, where there are any."""
+        return state_dtype(self.mamba_ssm_cache_dtype)
 
     @property
     def mixed_step(self) -> int:
@@ -91,7 +97,8 @@ class Settings(SchedulerConfig):
 
     def fit(self, plan: MemoryPlan) -> Fitted:
         """The same with what fits the memory."""
-        cut = plan.max_model_len < self.max_model_len
+        cut = ("max_model_len",) if plan.max_model_len < self.max_model_len else ()
+        states, seqs, slots = plan.states, self.max_num_seqs, 0
         notices, seed, format = plan.notices, self.prefix_cache_seed, plan.layout.format
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < plan.max_model_len:
             notices += (
@@ -100,12 +107,22 @@ class Settings(SchedulerConfig):
             )
         if seed and format.code:  # equal keys are to mean equal bytes in all engines of a fleet
             seed = f"{seed}\0{format.code}{format.token_scales:d}"
+        if states is not None:
+            slots, seqs = states.count, min(seqs, states.running)
+        if seqs < self.max_num_seqs:
+            cut += ("max_num_seqs",)
+            notices += (
+                f"max_num_seqs lowered to {seqs}: that many recurrent states take a third of the cache; "
+                "name --max-num-seqs for more",
+            )
         fitted = {
             "max_model_len": plan.max_model_len,
+            "max_num_seqs": seqs,
+            "num_state_slots": slots,
             "num_blocks": plan.num_blocks,
             "windows": plan.layout.windows,
             "prefix_cache_seed": seed,
-            "reduced": ("max_model_len", *self.reduced) if cut else self.reduced,
+            "reduced": (*cut, *self.reduced),
             "notices": notices,
         }
         return Fitted(**(vars(self) | fitted), plan=plan)
@@ -126,7 +143,7 @@ class Fitted(Settings):
             "lora_target_modules": " ".join(self.config.lora_target_modules),
             "device": self.machine.name,
             "cpu_threads": self.machine.cpu_threads,
-            "kv_cache_memory_bytes": self.plan.cache,
+            "kv_cache_memory_bytes": self.plan.cache + self.plan.state_bytes,
             "num_gpu_blocks_override": self.plan.num_blocks - 1,
         }
         return {name: value for name, value in (public | changed).items() if value is not None}
@@ -145,6 +162,7 @@ class Fitted(Settings):
                 "graphs": plan.graphs,
                 "other": plan.other,
                 "kv_cache": plan.cache,
+                **({"states": plan.state_bytes} if plan.states is not None else {}),
             },
             "kv_cache": {
                 "dtype": self.kv_cache_dtype,
@@ -191,6 +209,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Setti
         "dtype": dtype,
         "exact": config.dtype != "auto" and dtype != torch.bfloat16,
         **vars(KVSettings.of(config, model, _name(dtype))),
+        "mamba_ssm_cache_dtype": choose_state_dtype(config, model),
         "pipeline_layer_partition": _partition(config, model),
         "context_cost": context_cost(model) if stages > 1 else 0.0,
         "max_loras": loras,
@@ -319,6 +338,11 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
     speculation = read_speculation(config.speculative_config)
     if speculation is None:
         return NO_DRAFTS
+    if model.has_state:
+        raise ConfigError(
+            f"--speculative-config: {model.architecture} keeps recurrent states, beside which nothing is drafted: leave "
+            "it out"
+        )
     if not model.generates:
         raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")
     if speculation.acceptance and config.load_format != "dummy":
@@ -359,6 +383,23 @@ def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> to
         return torch.float32
     # A checkpoint in float32 is served in bfloat16 on a GPU: half the memory, and its tensor cores.
     return torch.bfloat16 if checkpoint is torch.float32 else checkpoint
+
+
+def choose_state_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    """Of the states' matrices. Raises ConfigError where one is named for a model without."""
+    asked = next((spec.dtype for spec in model.state_specs()), None)
+    if asked is None and config.mamba_ssm_cache_dtype != "auto":
+        raise ConfigError(
+            f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype}: {model.architecture} keeps no recurrent state: "
+            "leave it out"
+        )
+    return (asked or "auto") if config.mamba_ssm_cache_dtype == "auto" else config.mamba_ssm_cache_dtype
+
+
+def state_dtype(name: str) -> torch.dtype:
+    """name: choose_state_dtype's."""
+    dtype: torch.dtype = torch.float32 if name == "auto" else getattr(torch, name)
+    return dtype
 
 
 def choose_long_prefill(config: EngineConfig, max_model_len: int) -> int:

@@ -66,6 +66,7 @@ class Shape:
     pair_flops: float  # of attention, a query and a key, all layers
     windows: tuple[int, ...]  # of each layer with attention; 0: none
     num_layers: int
+    state_bytes: float = 0.0  # of a request's recurrent states
     hidden: int = 0  # numbers of a row that ranks sum, and stages send
     head_rows: int = 0  # of the output matrix
     ranks: int = 1
@@ -117,6 +118,7 @@ def shape_of(
         pair_flops=sum(_pair_flops(layer) for layer in layers) / size,
         windows=tuple(layer.attention.window for layer in layers if layer.attention is not None),
         num_layers=len(layers),
+        state_bytes=4.0 * sum(layer.state.elements for layer in layers if layer.state is not None) / size,
         hidden=hidden,
         head_rows=rows,
         ranks=size,

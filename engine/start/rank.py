@@ -253,7 +253,7 @@ def make_runner(
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
         block_size=settings.block_size, device=settings.device, kv_format=kv_format,
-        speculation=settings.speculation, model_drafter=drafter,
+        speculation=settings.speculation, model_drafter=drafter, state_dtype=settings.state_dtype,
     )  # fmt: skip
 
 
@@ -277,7 +277,7 @@ def take_memory(
     _warn(fitted.notices)
     if fitted.max_model_len != settings.max_model_len:
         runner.make_rows(fitted.max_model_len)
-    runner.bind_cache(plan.num_blocks, settings.dtype)
+    runner.bind_cache(plan.num_blocks, settings.dtype, 0 if plan.states is None else plan.states.count)
     logger.info("memory:\n%s", plan.table())
     return fitted, graphs
 
