@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .short_conv import convolve, past_inputs, write_ring_torch
+from .delta_decode import delta_decode
+from .delta_parts import CHUNK, L2_EPS
+from .delta_pass import delta_prompts
+from .short_conv import convolve, past_inputs, write_ring_torch, write_ring_triton
 from .step import StateStep
-
-CHUNK = 64
-L2_EPS = 1e-6
 
 
 def delta_net(
@@ -33,7 +33,23 @@ def delta_net(
     ring [num_slots, R, C + 2 · Hv] and state [num_slots, Hv, K, V] (fp32, fp16 or bf16) contiguous; both are read and
     written as StateStep says. Value heads Hv / Hk · i … share key head i. SiLU behind the convolution, without a bias.
     """
-    return delta_net_torch(raw, gates, conv_weight, A_log, dt_bias, ring, state, step, num_key_heads)
+    function = delta_net_triton if raw.is_cuda else delta_net_torch
+    return function(raw, gates, conv_weight, A_log, dt_bias, ring, state, step, num_key_heads)
+
+
+def delta_net_triton(
+    raw: Tensor, gates: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor, ring: Tensor, state: Tensor,
+    step: StateStep, num_key_heads: int,
+) -> Tensor:  # fmt: skip
+    """One launch for decodes, which write their rings themselves, and four for prompts."""
+    heads, value_dim = state.shape[1], state.shape[3]
+    out = torch.empty(len(raw), heads, value_dim, dtype=raw.dtype, device=raw.device)
+    layer = conv_weight, A_log, dt_bias, ring, state
+    delta_decode(raw, gates, *layer, step, num_key_heads, out)
+    if step.prompts.num_rows:
+        delta_prompts(raw, gates, *layer, step.prompts, num_key_heads, out)
+        write_ring_triton(raw, gates, ring, step.prompts, conv_weight.shape[1])
+    return out
 
 
 def delta_net_torch(

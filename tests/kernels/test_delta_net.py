@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,10 +11,9 @@ from torch import Tensor
 
 from vserve.kernels.state import delta_net as module
 
-sys.path.insert(0, str(Path(__file__).parent))
-from states import WIDTH, Layer, Piece, Sequence, recurrence
+from .states import WIDTH, Layer, Piece, Sequence, recurrence
 
-PATHS = {"torch": module.delta_net_torch}
+PATHS = {"torch": module.delta_net_torch, "triton": module.delta_net_triton}
 
 
 @pytest.fixture(params=PATHS)

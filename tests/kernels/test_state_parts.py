@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from vserve.kernels.state import gated_norm, short_conv, slots
 
-sys.path.insert(0, str(Path(__file__).parent))
-from states import WIDTH, Layer, Piece
+from .states import WIDTH, Layer, Piece
 
 
 @pytest.mark.parametrize("activation", ["silu", None])
