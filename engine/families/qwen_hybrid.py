@@ -70,9 +70,7 @@ def _delta(raw: RawConfig, by_head: bool) -> DeltaSpec:
 def _named(raw: RawConfig, key: str, known: dict[str, Any]) -> Any:
     name = raw.get(key) or raw.defaults[key]
     if name not in known:
-        raise ModelError(
-            f"config.json: {key} is {name!r:.60}, supported are {', '.join(known)}: use another model"
-        )
+        raise ModelError(f"config.json: {key} is {name!r:.60}, supported are {', '.join(known)}: use another model")
     return known[name]
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_RECURRENT = "its layers keep a recurrent state beside, or in place of, keys and values, and there is no cache for one"
+_RECURRENT = (
+    "its layers keep a recurrent state of a kind that there is no cache for, beside or in place of keys and values"
+)
 _OWN_ATTENTION = "its attention is computed in its own way, without the interface that a paged cache needs"
 _ALIBI = "its attention adds a bias for distances (ALiBi), which the attention kernels do not have"
 _SPARSE = "its attention chooses which keys it reads, which the attention kernels do not do"

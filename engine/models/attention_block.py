@@ -37,7 +37,11 @@ class AttentionBlock(nn.Module):
         """input_size: of what it reads, where that is not as wide as what it adds to."""
         super().__init__()
         dim, queries = spec.head_dim, spec.num_heads * spec.head_dim
-        sizes = {"q": (2 if spec.output_gate else 1) * queries, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim}
+        sizes = {
+            "q": (2 if spec.output_gate else 1) * queries,
+            "k": spec.num_kv_heads * dim,
+            "v": spec.num_kv_heads * dim,
+        }
         # Neighbours that are rotated together become halves, as the kernels have them: scores stay the same when q and
         # k change their places alike.
         turned = spec.interleaved and spec.rope is not None and place.device.type != "meta"  # where nothing is loaded

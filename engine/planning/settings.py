@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from math import lcm
 from typing import Any
 
 import torch
@@ -191,6 +192,8 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Setti
     stages = config.pipeline_parallel_size
     check_stages(model, stages, config.stage_layers)
     tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
+    if model.has_state and config.enable_chunked_prefill:
+        check_state_chunks(config, tokens, seqs)
     if config.enable_expert_parallel and not mixture and model.foreign is None:
         notices += ("--enable-expert-parallel changes nothing: this model has no experts",)
     length = choose_max_model_len(config, model)
@@ -383,6 +386,18 @@ def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> to
         return torch.float32
     # A checkpoint in float32 is served in bfloat16 on a GPU: half the memory, and its tensor cores.
     return torch.bfloat16 if checkpoint is torch.float32 else checkpoint
+
+
+def check_state_chunks(config: EngineConfig, tokens: int, seqs: int) -> None:
+    """Raises ConfigError where chunks of prompts would wait for those who decode to end."""
+    chunk = lcm(SchedulerConfig.state_snapshot_tokens, config.block_size)
+    if tokens < (needed := seqs - 1 + chunk):
+        fewer = f" or lower the second to {tokens - chunk + 1}" if tokens >= chunk else ""
+        raise ConfigError(
+            f"--max-num-batched-tokens is {tokens}: beside {seqs} running requests (--max-num-seqs) a step must have room "
+            f"for {chunk} tokens of a prompt, as recurrent states are kept at multiples of that; raise the first to "
+            f"{needed}{fewer}"
+        )
 
 
 def choose_state_dtype(config: EngineConfig, model: ModelConfig) -> str:

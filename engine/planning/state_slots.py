@@ -31,9 +31,7 @@ class StateSlots:
     def describe(self) -> str:
         mib = self.slot_bytes / (1 << 20)
         size = f"{mib:.1f} MiB" if mib >= 0.1 else f"{self.slot_bytes / 1024:.1f} KiB"
-        return (
-            f"{gib(self.num_bytes)} = {self.running} requests at once and {self.snapshots} snapshots of {size} each"
-        )
+        return f"{gib(self.num_bytes)} = {self.running} requests at once and {self.snapshots} snapshots of {size} each"
 
 
 def divide_cache(
@@ -66,9 +64,7 @@ def beside_blocks(
     return StateSlots(slot_bytes, max_num_seqs, _snapshots(left, slot_bytes, block_bytes, config))
 
 
-def wanted_bytes(
-    blocks: int, slot_bytes: int, config: EngineConfig, max_num_seqs: int
-) -> int:
+def wanted_bytes(blocks: int, slot_bytes: int, config: EngineConfig, max_num_seqs: int) -> int:
     """For so many bytes of blocks, and slots beside them. blocks: bytes."""
     running = (1 + max_num_seqs) * slot_bytes
     return max(int(running / RUNNING_SHARE) + slot_bytes, running + int(blocks / (1 - config.state_cache_fraction)))

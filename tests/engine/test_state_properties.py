@@ -1,4 +1,5 @@
 """Random workloads of a model with recurrent state: see state_device."""
+
 from __future__ import annotations
 import pytest
 from .state_device import EagerDevice, StateSimulation

@@ -90,7 +90,7 @@ def test_auto_takes_a_family_of_our_own(family: Any) -> None:
     for implementation in ("auto", "vserve", "vllm"):
         assert choose(named(family.architecture), implementation) is family
     if not family.foreign:
-        with pytest.raises(ModelError, match="--model-impl transformers: .* keeps recurrent states, .*leave it out"):
+        with pytest.raises(ModelError, match=r"--model-impl transformers: .* keeps recurrent states, .*leave it out"):
             choose(named(family.architecture), "transformers")
         return
     found = choose(named(family.architecture), "transformers")
