@@ -66,17 +66,22 @@ def _doubled(inverse, matrix):
 
 
 @triton.jit
+def _grown(inverse, blocks, SIZE: tl.constexpr):
+    """The inverses of all diagonal blocks of 2 SIZE within blocks, of those of SIZE."""
+    row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    corner = (row // (2 * SIZE) == column // (2 * SIZE)) & (row // SIZE != column // SIZE)
+    part = tl.dot(tl.where(corner, blocks, 0.0), inverse, input_precision="ieee")
+    return inverse - tl.dot(inverse, part, input_precision="ieee")
+
+
+@triton.jit
 def inverse_of_lower(matrix):
     """(I + matrix)⁻¹ of a strictly lower triangle [64, 64], in fp32."""
     blocks = _diagonal(matrix, 16)
     row, column = tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
     # Blocks of 1 x 1, 2 x 2, 4 x 4, 8 x 8 within those of 16, which are the smallest of a product.
     inverse = tl.where(row == column, 1.0, 0.0) - tl.where((row // 2 == column // 2), blocks, 0.0)
-    for doubling in tl.static_range(3):
-        size: tl.constexpr = 2 << doubling
-        corner = (row // (2 * size) == column // (2 * size)) & (row // size != column // size)
-        part = tl.dot(tl.where(corner, blocks, 0.0), inverse, input_precision="ieee")
-        inverse -= tl.dot(inverse, part, input_precision="ieee")
+    inverse = _grown(_grown(_grown(inverse, blocks, 2), blocks, 4), blocks, 8)
     inverse = _doubled(_doubled(inverse, matrix), matrix)
     return tl.reshape(inverse, (64, 64))
 

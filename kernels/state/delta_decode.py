@@ -12,7 +12,18 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..launch.pdl import pdl_options
-from .delta_parts import early_taps, fold_pending, log_decay, own_taps, sigmoid, silu, unit
+from .delta_parts import (
+    fold_pending,
+    log_decay,
+    own_sum,
+    own_tile,
+    ring_sum,
+    ring_tile,
+    sigmoid,
+    silu,
+    unit,
+    weight_tile,
+)
 from .step import StateStep
 
 COLUMNS, WARPS = 32, 1  # of a program
@@ -33,7 +44,7 @@ def delta_decode(
         step.slots, step.start, step.state_len, step.snap_at, step.snap_slot, step.query_start,
         raw.stride(0), gates.stride(0), key_dim**-0.5,
         KEY_HEADS=num_key_heads, HEADS=heads, K=key_dim, V=value_dim, COLUMNS=columns, WIDTH=conv_weight.shape[1],
-        RING=ring.shape[1], QUERY_LEN=step.decode_query_len, num_warps=WARPS,
+        RING=ring.shape[1], TAPS=triton.next_power_of_2(conv_weight.shape[1]), QUERY_LEN=step.decode_query_len, num_warps=WARPS,
         **pdl_options(raw, rows * step.decode_query_len),
     )  # fmt: skip
 
@@ -44,7 +55,7 @@ def _delta_decode_kernel(
     slots_ptr, start_ptr, state_len_ptr, snap_at_ptr, snap_slot_ptr, query_start_ptr,
     raw_token, gates_token, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, RING: tl.constexpr, QUERY_LEN: tl.constexpr, PDL: tl.constexpr,
+    WIDTH: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr, QUERY_LEN: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         gdc_launch_dependents()
@@ -67,17 +78,17 @@ def _delta_decode_kernel(
     length = tl.where(is_padding, start, tl.load(state_len_ptr + row))
     snap_at = tl.load(snap_at_ptr + row)
     snaps = (length < snap_at) & (snap_at <= start)
-    ring_ptr_own = ring_ptr + slot * (RING * ROW)
+    own_ring = ring_ptr + slot * (RING * ROW)
     inside = head * (K * V) + tl.arange(0, K)[:, None] * V + tile * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     state_place = state_ptr + slot * (HEADS * K * V) + inside
     state = tl.load(state_place, mask=(length > 0) & (inside >= 0), other=0.0).to(tl.float32)
-    early_q = early_taps(ring_ptr_own, weight_ptr, queries, start, 0, ROW, WIDTH, RING)
-    early_k = early_taps(ring_ptr_own, weight_ptr, keys, start, 0, ROW, WIDTH, RING)
-    early_v = early_taps(ring_ptr_own, weight_ptr, values, start, 0, ROW, WIDTH, RING)
+    early_q = ring_tile(own_ring, queries, start + 1, start, ROW, WIDTH, RING, TAPS)
+    early_k = ring_tile(own_ring, keys, start + 1, start, ROW, WIDTH, RING, TAPS)
+    early_v = ring_sum(own_ring, weight_ptr, values, start + 1, start, ROW, WIDTH, RING)
     first_end = tl.where(snaps, snap_at, start)
     state = fold_pending(
-        state, length, first_end, ring_ptr_own, weight_ptr, keys, values, rate, bias, head,
-        CHANNELS, HEADS, WIDTH, RING,
+        state, length, first_end, own_ring, weight_ptr, keys, values, rate, bias, head,
+        CHANNELS, HEADS, WIDTH, RING, TAPS,
     )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -92,12 +103,12 @@ def _delta_decode_kernel(
         for back in tl.static_range(1, WIDTH):
             place = ((snap_at - back) & (RING - 1)) * ROW
             target = ring_ptr + snap_slot * (RING * ROW) + place
-            tl.store(target + values, tl.load(ring_ptr_own + place + values))
-            tl.store(target + queries, tl.load(ring_ptr_own + place + queries), mask=writes_keys & (queries >= 0))
-            tl.store(target + keys, tl.load(ring_ptr_own + place + keys), mask=writes_keys & (keys >= 0))
+            tl.store(target + values, tl.load(own_ring + place + values))
+            tl.store(target + queries, tl.load(own_ring + place + queries), mask=writes_keys & (queries >= 0))
+            tl.store(target + keys, tl.load(own_ring + place + keys), mask=writes_keys & (keys >= 0))
         state = fold_pending(
-            state, snap_at, start, ring_ptr_own, weight_ptr, keys, values, rate, bias, head,
-            CHANNELS, HEADS, WIDTH, RING,
+            state, snap_at, start, own_ring, weight_ptr, keys, values, rate, bias, head,
+            CHANNELS, HEADS, WIDTH, RING, TAPS,
         )  # fmt: skip
     if start > length:
         tl.store(state_place, state.to(state_ptr.dtype.element_ty))
@@ -106,13 +117,16 @@ def _delta_decode_kernel(
     gates_ptr += token.to(tl.int64) * gates_token
     out_ptr += (token.to(tl.int64) * HEADS + head) * V + tile * COLUMNS + tl.arange(0, COLUMNS)
     for at in tl.static_range(QUERY_LEN):
+        stop = start + at + 1
         if at > 0:
-            early_q = early_taps(ring_ptr_own, weight_ptr, queries, start, at, ROW, WIDTH, RING)
-            early_k = early_taps(ring_ptr_own, weight_ptr, keys, start, at, ROW, WIDTH, RING)
-            early_v = early_taps(ring_ptr_own, weight_ptr, values, start, at, ROW, WIDTH, RING)
-        q = unit(silu(own_taps(early_q, raw_ptr, raw_token, weight_ptr, queries, at, WIDTH))) * scale
-        k = unit(silu(own_taps(early_k, raw_ptr, raw_token, weight_ptr, keys, at, WIDTH)))
-        v = silu(own_taps(early_v, raw_ptr, raw_token, weight_ptr, values, at, WIDTH))
+            early_q = ring_tile(own_ring, queries, stop, start, ROW, WIDTH, RING, TAPS)
+            early_k = ring_tile(own_ring, keys, stop, start, ROW, WIDTH, RING, TAPS)
+            early_v = ring_sum(own_ring, weight_ptr, values, stop, start, ROW, WIDTH, RING)
+        inputs = early_q + own_tile(raw_ptr, raw_token, queries, stop, start, WIDTH, TAPS)
+        q = unit(silu(tl.sum(inputs * weight_tile(weight_ptr, queries, WIDTH, TAPS), 0))) * scale
+        inputs = early_k + own_tile(raw_ptr, raw_token, keys, stop, start, WIDTH, TAPS)
+        k = unit(silu(tl.sum(inputs * weight_tile(weight_ptr, keys, WIDTH, TAPS), 0)))
+        v = silu(early_v + own_sum(raw_ptr, raw_token, weight_ptr, values, stop, start, WIDTH))
         b = tl.load(gates_ptr + at * gates_token + head)
         a = tl.load(gates_ptr + at * gates_token + HEADS + head)
         decay = tl.exp(log_decay(a, rate, bias))
@@ -123,7 +137,7 @@ def _delta_decode_kernel(
             state = state * decay + k[:, None] * delta[None, :]
         tl.store(out_ptr + at * (HEADS * V), output.to(out_ptr.dtype.element_ty))
 
-        place = ring_ptr_own + ((start + at) & (RING - 1)) * ROW
+        place = own_ring + ((start + at) & (RING - 1)) * ROW
         tl.store(place + values, tl.load(raw_ptr + at * raw_token + values))
         tl.store(place + queries, tl.load(raw_ptr + at * raw_token + queries), mask=writes_keys & (queries >= 0))
         tl.store(place + keys, tl.load(raw_ptr + at * raw_token + keys), mask=writes_keys & (keys >= 0))

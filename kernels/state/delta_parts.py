@@ -39,42 +39,56 @@ def chunk_at(
 
 
 @triton.jit
-def ring_taps(ring_ptr, weight_ptr, channels, end, ROW: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr):
-    """The convolution, before its activation, at position end - 1 of inputs that are all in the ring."""
+def weight_tile(weight_ptr, channels, WIDTH: tl.constexpr, TAPS: tl.constexpr):
+    """The convolution's weights of these channels, [TAPS, channels] in fp32: WIDTH of them, and zeros."""
+    tap = tl.arange(0, TAPS)[:, None]
+    return tl.load(weight_ptr + channels[None, :] * WIDTH + tap, mask=tap < WIDTH, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def ring_tile(
+    ring_ptr, channels, end, start, ROW: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr
+):  # fmt: skip
+    """The inputs of the WIDTH positions before `end` as far as they are in the ring, which ends at start; else zeros."""
+    position = end - WIDTH + tl.arange(0, TAPS)[:, None]
+    place = ring_ptr + (position & (RING - 1)) * ROW + channels[None, :]
+    # What is below 0 or behind start is masked, not multiplied by 0: a slot holds what another request has left.
+    inside = (position >= 0) & (position < tl.minimum(start, end))
+    return tl.load(place, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def own_tile(raw_ptr, raw_token, channels, end, start, WIDTH: tl.constexpr, TAPS: tl.constexpr):
+    """The others, which the step brings: those of position start are at raw_ptr."""
+    position = end - WIDTH + tl.arange(0, TAPS)[:, None]
+    place = raw_ptr + (position - start) * raw_token + channels[None, :]
+    return tl.load(place, mask=(position >= start) & (position < end), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def ring_sum(
+    ring_ptr, weight_ptr, channels, end, start, ROW: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr
+):  # fmt: skip
+    """The convolution at position end - 1 over what ring_tile has, one tap after the other."""
     total = tl.zeros(channels.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
         position = end - WIDTH + tap
-        weight = tl.load(weight_ptr + channels * WIDTH + tap).to(tl.float32)
         place = ring_ptr + (position & (RING - 1)) * ROW + channels
-        # No `position & mask` for what is not there: the slot of a new request holds what another one left.
-        total += weight * tl.load(place, mask=(position >= 0) & (channels >= 0), other=0.0).to(tl.float32)
+        inside = (position >= 0) & (position < tl.minimum(start, end)) & (channels >= 0)
+        weight = tl.load(weight_ptr + channels * WIDTH + tap).to(tl.float32)
+        total += weight * tl.load(place, mask=inside, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
-def early_taps(
-    ring_ptr, weight_ptr, channels, start, AT: tl.constexpr, ROW: tl.constexpr, WIDTH: tl.constexpr,
-    RING: tl.constexpr,
-):  # fmt: skip
-    """The part of the convolution at position start + AT whose inputs are in the ring: those before start."""
+def own_sum(raw_ptr, raw_token, weight_ptr, channels, end, start, WIDTH: tl.constexpr):
+    """The same over what own_tile has."""
     total = tl.zeros(channels.shape, tl.float32)
     for tap in tl.static_range(WIDTH):
-        if AT - WIDTH + 1 + tap < 0:
-            position = start + AT - WIDTH + 1 + tap
-            weight = tl.load(weight_ptr + channels * WIDTH + tap).to(tl.float32)
-            place = ring_ptr + (position & (RING - 1)) * ROW + channels
-            total += weight * tl.load(place, mask=(position >= 0) & (channels >= 0), other=0.0).to(tl.float32)
-    return total
-
-
-@triton.jit
-def own_taps(total, raw_ptr, raw_token, weight_ptr, channels, AT: tl.constexpr, WIDTH: tl.constexpr):
-    """The other part, of the step's own inputs: those of position start are at raw_ptr."""
-    for tap in tl.static_range(WIDTH):
-        if AT - WIDTH + 1 + tap >= 0:
-            weight = tl.load(weight_ptr + channels * WIDTH + tap).to(tl.float32)
-            value = tl.load(raw_ptr + (AT - WIDTH + 1 + tap) * raw_token + channels)
-            total += weight * value.to(tl.float32)
+        position = end - WIDTH + tap
+        place = raw_ptr + (position - start) * raw_token + channels
+        weight = tl.load(weight_ptr + channels * WIDTH + tap).to(tl.float32)
+        total += weight * tl.load(place, mask=(position >= start) & (channels >= 0), other=0.0).to(tl.float32)
     return total
 
 
@@ -112,13 +126,17 @@ def sigmoid(x):
 @triton.jit
 def fold_pending(
     state, first, end, ring_ptr, weight_ptr, keys, values, rate, bias, head,
-    CHANNELS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
+    CHANNELS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
     """The state [K, columns] after the positions first … end - 1, whose inputs are in the ring."""
     ROW: tl.constexpr = CHANNELS + 2 * HEADS
     for position in range(first, end):
-        k = unit(silu(ring_taps(ring_ptr, weight_ptr, keys, position + 1, ROW, WIDTH, RING)))
-        v = silu(ring_taps(ring_ptr, weight_ptr, values, position + 1, ROW, WIDTH, RING))
+        # Keys come as tiles, for a sum that stands between load and use: else they would be loaded in the state's
+        # layout, by every thread that needs some. Values are wanted in that layout, a few a thread; as a tile they
+        # would have one of their own, and the state would be brought into it.
+        weight = weight_tile(weight_ptr, keys, WIDTH, TAPS)
+        k = unit(silu(tl.sum(ring_tile(ring_ptr, keys, position + 1, end, ROW, WIDTH, RING, TAPS) * weight, 0)))
+        v = silu(ring_sum(ring_ptr, weight_ptr, values, position + 1, end, ROW, WIDTH, RING))
         place = ring_ptr + (position & (RING - 1)) * ROW + CHANNELS + head
         beta = sigmoid(tl.load(place))
         state *= tl.exp(log_decay(tl.load(place + HEADS), rate, bias))

@@ -37,7 +37,7 @@ def delta_prompts(
         step.slots, step.start, step.state_len, step.fold_to, step.snap_at, step.snap_slot, step.query_start,
         key_dim**-0.5,
         KEY_HEADS=num_key_heads, HEADS=heads, K=key_dim, V=value_dim, COLUMNS=columns, WIDTH=conv_weight.shape[1],
-        RING=ring.shape[1], CHUNK=CHUNK, num_warps=WARPS, num_stages=STAGES,
+        RING=ring.shape[1], TAPS=triton.next_power_of_2(conv_weight.shape[1]), CHUNK=CHUNK, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 
@@ -46,7 +46,7 @@ def _pass_kernel(
     keys_ptr, values_ptr, weights_ptr, shares_ptr, decays_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, ring_ptr, state_ptr,
     slots_ptr, start_ptr, state_len_ptr, fold_to_ptr, snap_at_ptr, snap_slot_ptr, query_start_ptr, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, COLUMNS: tl.constexpr,
-    WIDTH: tl.constexpr, RING: tl.constexpr, CHUNK: tl.constexpr,
+    WIDTH: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     tile, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -75,12 +75,12 @@ def _pass_kernel(
         values = 2 * KEY_HEADS * K + head * V + column
         middle = tl.where((snap_at > 0) & (snap_at <= start), snap_at, start)
         state = fold_pending(
-            state, length, middle, own_ring, conv_ptr, keys, values, rate, bias, head, CHANNELS, HEADS, WIDTH, RING
+            state, length, middle, own_ring, conv_ptr, keys, values, rate, bias, head, CHANNELS, HEADS, WIDTH, RING, TAPS
         )
         if snap_at == middle:
             tl.store(snap_place, state.to(state_ptr.dtype.element_ty))
         state = fold_pending(
-            state, middle, start, own_ring, conv_ptr, keys, values, rate, bias, head, CHANNELS, HEADS, WIDTH, RING
+            state, middle, start, own_ring, conv_ptr, keys, values, rate, bias, head, CHANNELS, HEADS, WIDTH, RING, TAPS
         )
 
     base = token.to(tl.int64) - start

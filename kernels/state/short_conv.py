@@ -117,7 +117,7 @@ def _launch(
         step.query_start, step.start, step.slots, step.num_rows, step.num_rows.bit_length(),
         raw.stride(0), ring.stride(0), ring.stride(1), first.stride(0), second.stride(0),
         CHANNELS=channels, BLOCK=block, UNITS=num_units, WIDTH=width, RING=ring.shape[1], CHUNK=CHUNK,
-        BIAS=bias is not None, SILU=activation == "silu", num_warps=4,
+        BIAS=bias is not None, SILU=activation == "silu", num_warps=8,
     )  # fmt: skip
 
 

@@ -11,9 +11,13 @@ from vserve.kernels.state import gated_norm, short_conv, slots
 from .states import WIDTH, Layer, Piece
 
 
+PATHS = ["torch", "triton"]
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("activation", ["silu", None])
 @pytest.mark.parametrize("biased", [False, True])
-def test_convolution_alone(activation: str | None, biased: bool, device: str, rng: torch.Generator) -> None:
+def test_convolution_alone(path: str, activation: str | None, biased: bool, device: str, rng: torch.Generator) -> None:
     """As a layer has it whose only state is the ring: convolve, then write."""
     layer = Layer(rng, device)
     bias = torch.randn(layer.channels, generator=rng).to(device) if biased else None
@@ -21,8 +25,8 @@ def test_convolution_alone(activation: str | None, biased: bool, device: str, rn
 
     def convolve(raw: torch.Tensor, gates: torch.Tensor, *others: object) -> torch.Tensor:
         step = others[5]
-        out = short_conv.short_conv_torch(raw, layer.weight, layer.ring, step, bias, activation)
-        short_conv.write_ring_torch(raw, gates, layer.ring, step, WIDTH)
+        out = getattr(short_conv, f"short_conv_{path}")(raw, layer.weight, layer.ring, step, bias, activation)
+        getattr(short_conv, f"write_ring_{path}")(raw, gates, layer.ring, step, WIDTH)
         return out[:, : layer.heads * layer.value_dim].unflatten(1, (layer.heads, layer.value_dim))
 
     layer.run(convolve, [], [Piece(one, 2, True), Piece(other, 30)], tokens=40)
@@ -38,9 +42,10 @@ def test_convolution_alone(activation: str | None, biased: bool, device: str, rn
         torch.testing.assert_close(found, wide[:, : found.shape[1]], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("gate", ["silu", "sigmoid"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gated_norm(gate: str, dtype: torch.dtype, device: str, rng: torch.Generator) -> None:
+def test_gated_norm(path: str, gate: str, dtype: torch.dtype, device: str, rng: torch.Generator) -> None:
     o = torch.randn(5, 6, 16, generator=rng).to(dtype).to(device)
     z = torch.randn(5, 100, generator=rng).to(dtype).to(device)[:, 2:98]
     weight = torch.randn(16, generator=rng).to(dtype).to(device)
@@ -48,7 +53,7 @@ def test_gated_norm(gate: str, dtype: torch.dtype, device: str, rng: torch.Gener
     normed = wide * (wide.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight.double()
     factor = torch.sigmoid(z.double()) * (z.double() if gate == "silu" else 1)
     expected = normed.flatten(1) * factor
-    found = gated_norm.gated_rms_norm_torch(o, z, weight, 1e-6, gate)
+    found = getattr(gated_norm, f"gated_rms_norm_{path}")(o, z, weight, 1e-6, gate)
     eps = torch.finfo(dtype).eps
     torch.testing.assert_close(found.double(), expected, rtol=2 * eps, atol=eps)
 
@@ -58,11 +63,12 @@ def test_unknown_gate() -> None:
         gated_norm.gated_rms_norm(torch.zeros(1, 1, 4), torch.zeros(1, 4), torch.zeros(4), 1e-6, "tanh")
 
 
-def test_copies(device: str, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("path", PATHS)
+def test_copies(path: str, device: str, rng: torch.Generator) -> None:
     tensors = [torch.randn(9, *shape, generator=rng).to(device) for shape in ((3, 5), (2, 4, 4))]
-    tensors.append(torch.randn(9, 7, generator=rng).half().to(device))
+    tensors.append(torch.randn(9, 20001, generator=rng).half().to(device))
     before = [tensor.clone() for tensor in tensors]
     src, dst = torch.tensor([3, 8, 0, 3], dtype=torch.int32), torch.tensor([1, 4, 0, 7], dtype=torch.int32)
-    slots.copy_slots_torch(tensors, src.to(device), dst.to(device))
+    getattr(slots, f"copy_slots_{path}")(tensors, src.to(device), dst.to(device))
     for tensor, old in zip(tensors, before, strict=True):
         assert torch.equal(tensor, old[[0, 3, 2, 3, 8, 5, 6, 3, 8]])
