@@ -1,8 +1,8 @@
 """A device whose rows have recurrent state beside their blocks, in slots: what a state is, a hash chain tells.
 
 It follows plans alone, as a real one does. Before a step, snapshots are copied to the slots of new rows, all at once.
-Then a row folds what is pending of its tokens, whose inputs are in the ring of its slot, computes the step's tokens, and
-folds those of them that are certain; where a state passes the boundary of an export, slot and ring are copied.
+Then a row folds what is pending of its tokens, whose inputs are in the ring of its slot, computes the step's tokens,
+and folds those of them that are certain; where a state passes the boundary of an export, slot and ring are copied.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class StateDevice(Device):
         self.slots = [Slot() for _ in range(config.num_state_slots)]
         self.exports: dict[int, StateExport] = {}  # of a step, by row
         self.by_number: Mapping[int, int] = {}  # id of a row object → its number
-        self.num_exported = 0
+        self.num_adopted = 0  # rows that go on in the slot of a snapshot
 
     def apply_diffs(self, plan: StepPlan) -> None:
         super().apply_diffs(plan)
@@ -65,6 +65,7 @@ class StateDevice(Device):
             assert own == source or own not in copied.values(), "a snapshot is overwritten while it is copied"
         for own, source in copied.items():
             self.slots[own] = self.slots[source].copy()
+        self.num_adopted += sum(own == source for own, source in copied.items())
         self.exports = {export.row: export for export in plan.exports}
         assert len(self.exports) == len(plan.exports), "two exports of a row"
         assert set(self.exports) <= set(plan.rows)
@@ -116,7 +117,6 @@ class StateDevice(Device):
             if export is not None and export.boundary == row.folded:
                 assert export.slot not in (0, row.slot)
                 self.slots[export.slot] = slot.copy()
-                self.num_exported += 1
 
     @staticmethod
     def input(slot: Slot, position: int) -> int:
@@ -136,14 +136,15 @@ def with_state(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     """Slots for some of the requests that may run, or for all and snapshots besides."""
     tokens = rng.choice([2, 2, 4, 8])
     size = min(config.block_size, rng.choice([1, 2, 4, 16]))
+    context = config.max_model_len * rng.choice([1, 1, 2])
     blocks = (config.num_blocks - 1) * config.block_size // size + 1
     budget = max(config.max_num_batched_tokens, config.max_num_seqs - 1 + lcm(tokens, size))
     if any(config.windows):
-        alone = sum(most_held(config.max_model_len, window, budget, size) for window in config.windows)
+        alone = sum(most_held(context, window, budget, size) for window in config.windows)
         blocks = max(blocks, 1 + alone)
     return replace(
-        config, block_size=size, num_blocks=blocks, max_num_batched_tokens=budget, state_snapshot_tokens=tokens,
-        num_state_slots=1 + rng.choice([1, 2, 3, 5, 8, 30]),
+        config, block_size=size, num_blocks=blocks, max_model_len=context, max_num_batched_tokens=budget,
+        state_snapshot_tokens=tokens, num_state_slots=1 + rng.choice([1, 2, 3, 5, 8, 30, 30]),
     )  # fmt: skip
 
 
@@ -172,4 +173,6 @@ class StateSimulation(Simulation):
         state.settle()
         assert not state.held and not state.pending
         assert state.pool.num_free == self.config.num_state_slots - 1, "idle, but slots are taken"
+        assert isinstance(self.device, StateDevice)
+        self.seen["goes on in a snapshot"] += self.device.num_adopted
         self.seen["skipped export"] += state.num_skipped_exports
