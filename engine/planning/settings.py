@@ -7,7 +7,6 @@ import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from math import lcm
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from ..options.config import EngineConfig, SchedulerConfig
 from ..options.speculation import NO_DRAFTS, Speculation, read_speculation
 from ..schedule.planner import FEW_DECODES
 from .memory import MemoryPlan
+from .state_slots import choose_state_dtype, seqs_beside_chunk, state_dtype
 
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
 LARGE_CHUNKS = (2, 4)
@@ -192,8 +192,9 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Setti
     stages = config.pipeline_parallel_size
     check_stages(model, stages, config.stage_layers)
     tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
-    if model.has_state and config.enable_chunked_prefill:
-        check_state_chunks(config, tokens, seqs)
+    if model.has_state and (fewer := seqs_beside_chunk(config, tokens, seqs)) < seqs:
+        notices += (f"max_num_seqs lowered to {fewer}: a step of {tokens} tokens has room for a prompt's beside these",)
+        seqs, reduced = fewer, (*reduced, "max_num_seqs")
     if config.enable_expert_parallel and not mixture and model.foreign is None:
         notices += ("--enable-expert-parallel changes nothing: this model has no experts",)
     length = choose_max_model_len(config, model)
@@ -386,35 +387,6 @@ def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> to
         return torch.float32
     # A checkpoint in float32 is served in bfloat16 on a GPU: half the memory, and its tensor cores.
     return torch.bfloat16 if checkpoint is torch.float32 else checkpoint
-
-
-def check_state_chunks(config: EngineConfig, tokens: int, seqs: int) -> None:
-    """Raises ConfigError where chunks of prompts would wait for those who decode to end."""
-    chunk = lcm(SchedulerConfig.state_snapshot_tokens, config.block_size)
-    if tokens < (needed := seqs - 1 + chunk):
-        fewer = f" or lower the second to {tokens - chunk + 1}" if tokens >= chunk else ""
-        raise ConfigError(
-            f"--max-num-batched-tokens is {tokens}: beside {seqs} running requests (--max-num-seqs) a step must have room "
-            f"for {chunk} tokens of a prompt, as recurrent states are kept at multiples of that; raise the first to "
-            f"{needed}{fewer}"
-        )
-
-
-def choose_state_dtype(config: EngineConfig, model: ModelConfig) -> str:
-    """Of the states' matrices. Raises ConfigError where one is named for a model without."""
-    asked = next((spec.dtype for spec in model.state_specs()), None)
-    if asked is None and config.mamba_ssm_cache_dtype != "auto":
-        raise ConfigError(
-            f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype}: {model.architecture} keeps no recurrent state: "
-            "leave it out"
-        )
-    return (asked or "auto") if config.mamba_ssm_cache_dtype == "auto" else config.mamba_ssm_cache_dtype
-
-
-def state_dtype(name: str) -> torch.dtype:
-    """name: choose_state_dtype's."""
-    dtype: torch.dtype = torch.float32 if name == "auto" else getattr(torch, name)
-    return dtype
 
 
 def choose_long_prefill(config: EngineConfig, max_model_len: int) -> int:

@@ -1,12 +1,16 @@
-"""How the memory of a cache is divided between blocks and slots of recurrent states."""
+"""Slots of recurrent states: of which numbers, and how a cache's memory is divided between them and blocks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import lcm
+
+import torch
 
 from ..cache.states import CHUNK
+from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
-from ..options.config import EngineConfig
+from ..options.config import EngineConfig, SchedulerConfig
 from .host_memory import gib
 
 RUNNING_SHARE = 1 / 3  # of the cache, that running requests' states take at most where their number was left open
@@ -77,3 +81,38 @@ def _snapshots(left: int, slot_bytes: int, block_bytes: int, config: EngineConfi
     share = int(left * config.state_cache_fraction)
     useful = (left - share) // block_bytes * config.block_size // CHUNK
     return max(0, min(share // slot_bytes, useful))
+
+
+def seqs_beside_chunk(config: EngineConfig, tokens: int, seqs: int) -> int:
+    """How many requests may run where steps have so many tokens: of recurrent states, prompts in chunks would else wait
+    for those who decode to end. Raises ConfigError where more were named."""
+    chunk = lcm(SchedulerConfig.state_snapshot_tokens, config.block_size)
+    if not config.enable_chunked_prefill:
+        return seqs
+    if config.max_num_seqs is None and tokens >= chunk:
+        return min(seqs, tokens - chunk + 1)
+    if tokens < (needed := seqs - 1 + chunk):
+        fewer = f" or lower the second to {tokens - chunk + 1}" if tokens >= chunk else ""
+        raise ConfigError(
+            f"--max-num-batched-tokens is {tokens}: beside {seqs} running requests (--max-num-seqs) a step must have room "
+            f"for {chunk} tokens of a prompt, as recurrent states are kept at multiples of that; raise the first to "
+            f"{needed}{fewer}"
+        )
+    return seqs
+
+
+def choose_state_dtype(config: EngineConfig, model: ModelConfig) -> str:
+    """Of the states' matrices. Raises ConfigError where one is named for a model without."""
+    asked = next((spec.dtype for spec in model.state_specs()), None)
+    if asked is None and config.mamba_ssm_cache_dtype != "auto":
+        raise ConfigError(
+            f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype}: {model.architecture} keeps no recurrent state: "
+            "leave it out"
+        )
+    return (asked or "auto") if config.mamba_ssm_cache_dtype == "auto" else config.mamba_ssm_cache_dtype
+
+
+def state_dtype(name: str) -> torch.dtype:
+    """name: choose_state_dtype's."""
+    dtype: torch.dtype = torch.float32 if name == "auto" else getattr(torch, name)
+    return dtype

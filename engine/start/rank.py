@@ -282,7 +282,9 @@ def take_memory(
     _warn(fitted.notices)
     if fitted.max_model_len != settings.max_model_len:
         runner.make_rows(fitted.max_model_len)
-    runner.bind_cache(plan.num_blocks, settings.dtype, 0 if plan.states is None else plan.states.count)
+    runner.bind_cache(plan.num_blocks, settings.dtype)
+    if plan.states is not None:
+        runner.bind_states(plan.states.count)
     logger.info("memory:\n%s", plan.table())
     return fitted, graphs
 

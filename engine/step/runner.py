@@ -298,10 +298,13 @@ class ModelRunner:
 
     # ---- cache and warm-up ----
 
-    def bind_cache(self, num_blocks: int, dtype: torch.dtype, num_state_slots: int = 0) -> None:
-        """Allocates the paged cache, and slots for states; block tables are those that the rows have now."""
+    def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
+        """Allocates the paged cache; block tables are those that the rows have now."""
         self.builder.prompt_pages = self.cache.bind(self.tables, num_blocks, dtype)
-        self.builder.states = self.cache.bind_states(num_state_slots)
+
+    def bind_states(self, num_slots: int) -> None:
+        """Allocates slots for recurrent states, where layers keep some."""
+        self.builder.states = self.cache.bind_states(num_slots)
 
     def _forward_adapted(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """While graphs are captured."""

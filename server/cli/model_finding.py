@@ -50,13 +50,8 @@ def _fit(
     from ...engine.families.layer_spec import MoESpec
     from ...engine.files.checkpoint import checkpoint_bytes
     from ...engine.planning.memory import CPU_CACHE_BYTES
-    from ...engine.planning.settings import (
-        choose_dtype,
-        choose_max_model_len,
-        choose_state_dtype,
-        default_limits,
-        state_dtype,
-    )
+    from ...engine.planning.settings import choose_dtype, choose_max_model_len, default_limits
+    from ...engine.planning.state_slots import choose_state_dtype, state_dtype
     from ...engine.planning.weight_size import orders_experts, smaller_weights, weight_size
     from ...engine.weights.loader import check_files, count_parameters
 
@@ -73,6 +68,7 @@ def _fit(
     dtype = choose_dtype(engine.dtype, config.dtype, device("cuda" if on_card else "cpu"))
     try:
         kept = KVSettings.of(engine, config, str(dtype).removeprefix("torch."))
+        of_states = state_dtype(choose_state_dtype(engine, config))
     except ConfigError as error:
         what, _, remedy = str(error).rpartition(": ")
         return Finding(FAIL, "model", what, remedy)
@@ -106,7 +102,7 @@ def _fit(
     card = torch.cards[0].total if on_card and torch.cards else 0
     chunk = engine.max_num_batched_tokens or default_limits(card)[0]
     layout = KVLayout.of(config.kv_specs(), engine.block_size, length, planned_format(kept, config))
-    if (states := StateLayout.of(config.state_specs(), 0, state_dtype(choose_state_dtype(engine, config)))) is not None:
+    if (states := StateLayout.of(config.state_specs(), 0, of_states)) is not None:
         slot = states.slot_bytes(item)
         left = max(0, left - 2 * slot)
         text += f"; a running request's recurrent state takes {gib(slot)}"

@@ -170,7 +170,7 @@ def matrices(model: CausalLM) -> dict[str, torch.Tensor]:
     return {name: layer(torch.eye(layer.shape.in_features)) for name, layer in found.items()}
 
 
-@pytest.mark.parametrize("family", ["phi3", "glm4", "gemma3"])
+@pytest.mark.parametrize("family", ["phi3", "glm4", "gemma3", "qwen3_5_text", "qwen3_next"])
 @pytest.mark.parametrize("kind", ["awq", "gptq", "fp8", "fp8_blocks", "nf4"])
 def test_quantised_files_of_fused_and_interleaved_parts(
     kind: str, family: str, tiny_model: Callable[..., Path], tmp_path: Path
