@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ConfigError
-from ..families.layer_spec import AttentionSpec, LatentAttentionSpec, KVSpec
+from ..families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec
 from ..options.config import EngineConfig
 
 if TYPE_CHECKING:

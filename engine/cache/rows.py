@@ -69,8 +69,9 @@ class RowTables:
         self, max_num_seqs: int, max_model_len: int, max_blocks: int, num_groups: int, device: torch.device,
         block_size: int = 16, history_group: int | None = None, num_drafts: int = 0, has_states: bool = False,
     ) -> None:  # fmt: skip
-        """`has_states`: rows have recurrent states. `history_group`: the KV group whose blocks have pages for tokens, which `make_pages` makes; None: no group
-        keeps whole sequences, and each row has pages of its own for a whole context."""
+        """`has_states`: rows have recurrent states. `history_group`: the KV group whose blocks have pages for tokens,
+        which `make_pages` makes; None: no group keeps whole sequences, and each row has pages of its own for a whole
+        context."""
         num_rows = max_num_seqs + 1
         self.device = device
         self.dummy_row = max_num_seqs

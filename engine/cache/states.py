@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..families.layer_spec import StateSpec
-
-if TYPE_CHECKING:
-    from ..layers.delta import DeltaNet
+from ..layers.delta import DeltaNet
 
 CHUNK = 64  # tokens: snapshots are made at multiples of it, where kernels cut prompts
 

@@ -242,8 +242,10 @@ def _check_both_ways(raw: Mapping[str, Any], layers: tuple[LayerSpec, ...], purp
     windows = raw.get("use_bidirectional_attention") is not True  # else it is known how far they reach back and on
     for layer in layers:
         attention = layer.attention
-        plain = isinstance(attention, AttentionSpec) and not (attention.soft_cap or attention.sinks)
-        if not plain or isinstance(layer.mlp, MoESpec) or (attention.window and windows):
+        plain = isinstance(attention, AttentionSpec) and not (
+            attention.soft_cap or attention.sinks or (attention.window and windows)
+        )
+        if not plain or isinstance(layer.mlp, MoESpec):
             raise ModelError(
                 "config.json: attention goes both ways (is_causal, use_bidirectional_attention), which is computed "
                 "for plain layers only, without windows, caps, sinks and experts: use another model"

@@ -121,7 +121,8 @@ QWEN3_5_MOE = Family(
 )  # fmt: skip
 QWEN3_5_MOE_PICTURES = Family(
     "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5_moe_layers, _frame,
-    own=_OWN, nested="text_config", names=(*ROUTER_NAMES, *_TEXT), other_names=(ROUTER_NAMES,), ignored=_IGNORED, foreign=False,
+    own=_OWN, nested="text_config", names=(*ROUTER_NAMES, *_TEXT), other_names=(ROUTER_NAMES,), ignored=_IGNORED,
+    foreign=False,
 )  # fmt: skip
 QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM", "qwen3_next", qwen3_next_layers, _frame, own=_OWN, names=ROUTER_NAMES, ignored=_IGNORED,

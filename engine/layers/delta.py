@@ -19,6 +19,10 @@ from .norm import Norm, make_norm
 class Vectors(nn.Module):
     """Small tensors that stand below one module of the checkpoint, and that no format quantises."""
 
+    weight: nn.Parameter  # those that it has, by the names there
+    A_log: nn.Parameter
+    dt_bias: nn.Parameter
+
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, place: Placement) -> None:
         super().__init__()
         self.shapes, self.dtype, self.place = dict(shapes), dtype, place

@@ -98,7 +98,7 @@ class Settings(SchedulerConfig):
 
     def fit(self, plan: MemoryPlan) -> Fitted:
         """The same with what fits the memory."""
-        cut = ("max_model_len",) if plan.max_model_len < self.max_model_len else ()
+        cut: tuple[str, ...] = ("max_model_len",) if plan.max_model_len < self.max_model_len else ()
         states, seqs, slots = plan.states, self.max_num_seqs, 0
         notices, seed, format = plan.notices, self.prefix_cache_seed, plan.layout.format
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < plan.max_model_len:
@@ -344,8 +344,8 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
         return NO_DRAFTS
     if model.has_state:
         raise ConfigError(
-            f"--speculative-config: {model.architecture} keeps recurrent states, beside which nothing is drafted: leave "
-            "it out"
+            f"--speculative-config: {model.architecture} keeps recurrent states, beside which nothing is drafted: "
+            "leave it out"
         )
     if not model.generates:
         raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")

@@ -75,7 +75,21 @@ def _pass_kernel(
         values = 2 * KEY_HEADS * K + head * V + column
         middle = tl.where((snap_at > 0) & (snap_at <= start), snap_at, start)
         state = fold_pending(
-            state, length, middle, own_ring, conv_ptr, keys, values, rate, bias, head, CHANNELS, HEADS, WIDTH, RING, TAPS
+            state,
+            length,
+            middle,
+            own_ring,
+            conv_ptr,
+            keys,
+            values,
+            rate,
+            bias,
+            head,
+            CHANNELS,
+            HEADS,
+            WIDTH,
+            RING,
+            TAPS,
         )
         if snap_at == middle:
             tl.store(snap_place, state.to(state_ptr.dtype.element_ty))
