@@ -13,6 +13,7 @@ request: a request, and what the engine knows of it while it lives
 roster: the unfinished requests: which wait, and which run, on which row
 scheduler: the unfinished requests from arrival to end
 sharing: how steps are shared by prompts, by the stages of a pipeline, and between drafts and tokens
+state_group: the slots of recurrent state: which request has which, and which snapshots of states are still there
 step: a plan in the making, and what the scheduler must remember of it until its result is in
 watch: what the engine does, step by step, for whoever watches
 """

@@ -998,7 +998,7 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "admitted on the first chunk": ("kv_cache", MISSING, FIRST_CHUNK),
     "hit blocks not referenced": ("kv_cache", "pool.share(block)", "pass"),
     "hits unlike in the groups": ("kv_group", "block = find(key + suffix)", "block = find(key)"),
-    "keys never revoked": ("kv_cache", "if self.pool.keys[block] == key:", "if False:"),
+    "keys never revoked": ("kv_cache", "if pool.keys[block] == key:", "if False:"),
     "left behind too early": ("kv_group", LEFT + "1)", LEFT + "2)"),
     "nothing left behind": ("kv_group", "if first <= left:", "if True:"),
     "blocks left behind kept": ("kv_group", "self.pool.release(reversed(blocks[left:first]))", "pass"),
