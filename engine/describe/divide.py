@@ -28,6 +28,8 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
         _check_foreign(config.foreign, size, expert_parallel)
     if not config.causal:
         _refuse(f"{config.architecture} reads texts both ways, which is not divided over ranks", size)
+    if config.has_state:
+        _refuse(f"{config.architecture} keeps recurrent states, and such a model is not divided over ranks", size)
     if (why := fault(config, size, expert_parallel)) is None:
         return
     possible = ", ".join(map(str, sizes(config, expert_parallel)))
@@ -40,7 +42,7 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
 
 def sizes(config: ModelConfig, expert_parallel: bool = False) -> list[int]:
     """Numbers of ranks that can share the model."""
-    if not config.causal or (config.foreign is not None and _undivided(config.foreign)):
+    if not config.causal or config.has_state or (config.foreign is not None and _undivided(config.foreign)):
         return [1]
     return [n for n in range(1, MOST + 1) if fault(config, n, expert_parallel) is None]
 
@@ -109,11 +111,12 @@ def fault(config: ModelConfig, size: int, expert_parallel: bool) -> str | None:
 
 def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]:
     attention, mlp = layer.mixer, layer.mlp
-    if isinstance(attention, DeltaSpec):
-        yield "a gated delta net"
-    elif isinstance(attention, LatentAttentionSpec):
+    if isinstance(attention, LatentAttentionSpec):
         if attention.num_heads % size:
             yield f"{attention.num_heads} attention heads"
+    elif isinstance(attention, DeltaSpec):
+        if size > 1:
+            yield "a gated delta net"
     elif isinstance(attention, AttentionSpec):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if heads % size or (keys % size and size % keys):
