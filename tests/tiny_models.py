@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 DEEPSEEK = {  # of latent attention's sizes none is as large as another; a dense layer, then experts
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -160,6 +160,8 @@ def tiny_checkpoint(
     """
     dtype = getattr(torch, overrides.pop("dtype", "float32"))
     config = tiny_config(family, **overrides)
+    if family in ("qwen3_5", "qwen3_5_moe") and kind is AutoModelForCausalLM:  # which would be of the text alone
+        kind = AutoModelForImageTextToText
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind.from_config(config)

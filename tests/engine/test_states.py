@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.start.rank import Rank
+
+from ..adapters import merged, write_adapter
+from .test_adapters import greedy_params, load, running, tokens_of
 
 LENGTH = 20
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
@@ -177,3 +182,33 @@ def test_states_of_sixteen_bits_are_near(tiny_model, engine, dtype: str) -> None
     (near,), _ = made.run(batch, mamba_ssm_cache_dtype=dtype, **options)
     assert near[0].logprobs[0].logprob == pytest.approx(exact[0].logprobs[0].logprob, abs=0.1)
     assert near[0].logprobs != exact[0].logprobs
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+def test_adapters_of_projections_are_as_merged(tiny_model, engine, tmp_path: Path, family: str) -> None:
+    """Those of two adapters and of none at once, twice: snapshots of one are not another's."""
+    folder = Path(tiny_model(family))
+    targets = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj_a", "in_proj_ba", "out_proj", "q_proj", "o_proj")
+    adapters = [None, *(write_adapter(tmp_path / str(seed), folder, targets, seed=seed) for seed in (1, 2))]
+    (prompt,) = drawn(150)
+    expected = [merged(folder, adapter) for adapter in adapters]
+
+    async def run() -> list[list[int]]:
+        options = {"max_loras": 2, "max_lora_rank": 8, "max_model_len": 256, "max_num_batched_tokens": 128}
+        async with running(folder, **options) as client:
+            for index, adapter in enumerate(adapters):
+                if adapter is not None:
+                    await load(client, index, adapter)
+            asked = [greedy_params(adapter=index) for index in range(len(adapters))] * 2
+            first = await asyncio.gather(*(tokens_of(client, prompt, sampling) for sampling in asked[:3]))
+            found = [*first, *(await asyncio.gather(*(tokens_of(client, prompt, one) for one in asked[3:])))]
+            assert client.stats.num_state_restores == 3
+            return found
+
+    found = asyncio.run(run())
+    assert found[:3] == found[3:] and len({tuple(tokens) for tokens in found}) == 3
+    for model, tokens in zip(expected, found, strict=False):
+        with torch.inference_mode():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        for row, token in zip(logits, tokens, strict=True):
+            assert row[token] > row.max() - MARGIN

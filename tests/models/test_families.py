@@ -164,6 +164,16 @@ def test_bfloat16_is_near(tiny_model: Callable[..., Path], family: str) -> None:
     assert (found - expected).square().mean().sqrt() / expected.std() < 0.08
 
 
+def test_what_looks_at_pictures_and_what_drafts_are_left_out(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model("qwen3_5"), tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in weights)
+    assert "model.language_model.layers.0.linear_attn.in_proj_qkv.weight" in weights
+    save_file({**weights, "mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
+    model = build(folder, read_folder(folder))
+    assert model.config.architecture == "Qwen3_5ForConditionalGeneration" and len(model.layers) == 4
+
+
 def matrices(model: CausalLM) -> dict[str, torch.Tensor]:
     """Of each Linear, what it makes of the unit vectors: its matrix, transposed."""
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
