@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-
 import pytest
 import torch
 
 from vserve.kernels.state import gated_norm, short_conv, slots
 
 from .states import WIDTH, Layer, Piece
-
 
 PATHS = ["torch", "triton"]
 
