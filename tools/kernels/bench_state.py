@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import triton
 from torch import Tensor
 
 from vserve.kernels.state import delta_chunk, delta_decode, delta_net, delta_pass, gated_norm, short_conv, slots
@@ -236,7 +237,7 @@ def prompts() -> None:
         try:
             time = microseconds([lambda s=step: layer.run(delta_net.delta_net_triton, raw, gates, s)] * 3)
             print(f"pass {columns:3d} columns, {warps} warps, {stages} stages, 8192 tokens: {time:.0f} µs", flush=True)
-        except RuntimeError as failure:
+        except (RuntimeError, triton.OutOfResources) as failure:
             print(f"pass {columns} columns, {warps} warps, {stages} stages: {str(failure)[:80]}", flush=True)
     delta_pass.COLUMNS, delta_pass.WARPS, delta_pass.STAGES = chosen
 
