@@ -93,7 +93,7 @@ def _chunk_kernel(
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, V: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)
-    row, token, position, count = chunk_at(
+    _, token, _, count = chunk_at(
         tl.program_id(1), query_start_ptr, start_ptr, slots_ptr, num_rows, search_steps, CHUNK
     )
     if count == 0:

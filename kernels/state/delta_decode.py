@@ -44,8 +44,8 @@ def delta_decode(
         step.slots, step.start, step.state_len, step.snap_at, step.snap_slot, step.query_start,
         raw.stride(0), gates.stride(0), key_dim**-0.5,
         KEY_HEADS=num_key_heads, HEADS=heads, K=key_dim, V=value_dim, COLUMNS=columns, WIDTH=conv_weight.shape[1],
-        RING=ring.shape[1], TAPS=triton.next_power_of_2(conv_weight.shape[1]), QUERY_LEN=step.decode_query_len, num_warps=WARPS,
-        **pdl_options(raw, rows * step.decode_query_len),
+        RING=ring.shape[1], TAPS=triton.next_power_of_2(conv_weight.shape[1]), QUERY_LEN=step.decode_query_len,
+        num_warps=WARPS, **pdl_options(raw, rows * step.decode_query_len),
     )  # fmt: skip
 
 

@@ -49,7 +49,7 @@ def weight_tile(weight_ptr, channels, WIDTH: tl.constexpr, TAPS: tl.constexpr):
 def ring_tile(
     ring_ptr, channels, end, start, ROW: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr
 ):  # fmt: skip
-    """The inputs of the WIDTH positions before `end` as far as they are in the ring, which ends at start; else zeros."""
+    """The inputs of the WIDTH positions before `end`, zeros for those that are not in the ring, which ends at start."""
     position = end - WIDTH + tl.arange(0, TAPS)[:, None]
     place = ring_ptr + (position & (RING - 1)) * ROW + channels[None, :]
     # What is below 0 or behind start is masked, not multiplied by 0: a slot holds what another request has left.

@@ -37,7 +37,8 @@ def delta_prompts(
         step.slots, step.start, step.state_len, step.fold_to, step.snap_at, step.snap_slot, step.query_start,
         key_dim**-0.5,
         KEY_HEADS=num_key_heads, HEADS=heads, K=key_dim, V=value_dim, COLUMNS=columns, WIDTH=conv_weight.shape[1],
-        RING=ring.shape[1], TAPS=triton.next_power_of_2(conv_weight.shape[1]), CHUNK=CHUNK, num_warps=WARPS, num_stages=STAGES,
+        RING=ring.shape[1], TAPS=triton.next_power_of_2(conv_weight.shape[1]), CHUNK=CHUNK,
+        num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
 
 

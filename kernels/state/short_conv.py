@@ -81,7 +81,7 @@ def write_ring_torch(raw: Tensor, gates: Tensor | None, ring: Tensor, step: Stat
             known = torch.cat((past_inputs(ring, row, min(before, row.start), row.start), own))
             offset = before - min(before, row.start)
             kept = torch.arange(before, row.snap_at, device=ring.device) % size
-            ring[row.snap_slot, kept] = known[offset : offset + conv_width - 1]
+            ring[row.snap_slot, kept, : raw.shape[1]] = known[offset : offset + conv_width - 1, : raw.shape[1]]
         count = min(len(own), size)
         end = row.start + len(own)
         ring[row.slot, torch.arange(end - count, end, device=ring.device) % size] = own[len(own) - count :]

@@ -21,13 +21,13 @@ class StateStep:
     [num_slots, R, C + G] in which the inputs of position p lie at p % R: C channels of the convolution and G inputs of
     gates. The positions from state_len[b] to start[b] - 1, 1 + drafts at most, are pending: the step folds them into S
     first, from the ring. Then it computes its tokens, and folds those below fold_to[b]. R must be a power of two, and
-    at least conv_width - 1 + 2 * decode_query_len: what a decode row writes is then never what it reads.
+    at least conv_width - 1 + 2 * (1 + drafts): what a decode row writes is then never what it reads.
 
     All tensors int32, contiguous, on the device: slots, start, state_len, fold_to, snap_at, snap_slot [B]; query_start
     [B + 1]. start <= fold_to <= start + tokens of the row, and fold_to = start for decode rows. state_len 0: the state
     is zeros and so are the inputs before position 0; neither is read. snap_at: 0, or a multiple of 64; where state_len
-    < snap_at <= fold_to, S after that many tokens and the ring's conv_width - 1 positions before it are written to
-    snap_slot, too. No two rows have the same slot, nor is a snap_slot any row's slot.
+    < snap_at <= fold_to, S after that many tokens, and the channels of the ring at the conv_width - 1 positions before
+    it, are written to snap_slot, too. No two rows have the same slot, nor is a snap_slot any row's slot.
     """
 
     slots: Tensor
