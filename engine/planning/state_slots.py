@@ -95,8 +95,8 @@ def seqs_beside_chunk(config: EngineConfig, tokens: int, seqs: int) -> int:
         fewer = f" or lower the second to {tokens - chunk + 1}" if tokens >= chunk else ""
         raise ConfigError(
             f"--max-num-batched-tokens is {tokens}: beside {seqs} running requests (--max-num-seqs) a step must have "
-            f"room for {chunk} tokens of a prompt, as recurrent states are kept at multiples of that; raise the first to "
-            f"{needed}{fewer}"
+            f"room for {chunk} tokens of a prompt, as recurrent states are kept at multiples of that; raise the first "
+            f"to {needed}{fewer}"
         )
     return seqs
 

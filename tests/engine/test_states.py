@@ -143,7 +143,7 @@ def test_it_is_not_divided_over_ranks(tiny_model) -> None:
 
 def test_a_model_without_states_has_none_to_store(tiny_model) -> None:
     config = EngineConfig(str(tiny_model("llama")), device="cpu", cpu_threads=1, mamba_ssm_cache_dtype="float16")
-    with pytest.raises(ConfigError, match="--mamba-ssm-cache-dtype float16: LlamaForCausalLM keeps no .*leave it out"):
+    with pytest.raises(ConfigError, match=r"--mamba-ssm-cache-dtype float16: LlamaForCausalLM keeps no .*leave it out"):
         Rank(config, lambda _: None)
 
 

@@ -167,7 +167,11 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "qwen3_5": {"gqa": {}},
     "qwen3_5_moe_text": {"gqa": {}},
     "qwen3_5_moe": {"gqa": {}},
-    "qwen3_next": {"gqa": {}, "dense": {"mlp_only_layers": [1], "norm_topk_prob": False}},
+    "qwen3_next": {
+        "gqa": {},
+        "dense": {"mlp_only_layers": [1], "norm_topk_prob": False},
+        "whole groups": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    },
     "exaone4": {"gqa": {}, "full": {"sliding_window": None, "layer_types": ["full_attention"] * 2}},
 }  # fmt: skip
 FEW_ROPES = {
