@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ..adapters.book import AdapterBook
-from ..errors import require
+from ..errors import ConfigError, require
 from ..link.messages import EngineStats, RequestOutput
 from ..link.plan import NOT_FINITE, NOTHING_ALLOWED, StepPlan, StepResult, TokenLogprobs
 from ..options.config import SchedulerConfig
@@ -28,6 +28,7 @@ class Scheduler:
     """Continuous batching over a paged cache. Which request is in a step with how many tokens, `planner` decides."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        """Raises ConfigError where steps are too small for what recurrent states need."""
         assert config.max_num_seqs <= config.max_num_batched_tokens, "every running request must be able to decode"
         drafted = (min(most, config.max_num_seqs) * (1 + drafts) for most, drafts in config.draft_depths)
         assert max(drafted, default=0) <= config.max_num_batched_tokens, "and with drafts, too"
@@ -36,7 +37,14 @@ class Scheduler:
         if config.num_state_slots:
             assert not config.max_drafts, "drafts are not folded into recurrent states"
             assert config.grain > 1, "a prompt's chunk of one token would count as a decode"
-            assert config.max_num_batched_tokens >= config.max_num_seqs - 1 + config.grain, "a chunk beside decodes"
+            least = config.max_num_seqs - 1 + config.grain
+            if config.max_num_batched_tokens < least:
+                raise ConfigError(
+                    f"--max-num-batched-tokens {config.max_num_batched_tokens} leaves no room for {config.grain} "
+                    f"tokens of a prompt beside {config.max_num_seqs - 1} requests that decode, and prompts of a model "
+                    f"with recurrent state are cut at multiples of {config.grain}: raise it to {least}, or lower "
+                    "--max-num-seqs"
+                )
         self.config = config
         self.kv = KVCacheManager(config)
         self.roster = Roster(config.max_num_seqs, by_priority=config.scheduling_policy == "priority")

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from vserve.engine.errors import InvariantError
+from vserve.engine.errors import ConfigError, InvariantError
 from vserve.engine.link.plan import StepPlan, StepResult
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import SchedulerConfig
@@ -189,6 +189,12 @@ def test_limits_leave_room_for_a_grain(options: dict[str, float]) -> None:
             assert all((start + new) % 8 == 0 or start + new == 60 for start, new in chunks)
             engine.update()
     assert prompt.finished
+
+
+def test_steps_without_room_for_a_grain_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"14 leaves no room for 8 tokens .* raise it to 15, or lower --max-num-seqs"):
+        make(max_num_batched_tokens=14)
+    make(max_num_batched_tokens=15)
 
 
 def test_less_than_a_grain_is_no_chunk() -> None:
