@@ -87,8 +87,6 @@ def seqs_beside_chunk(config: EngineConfig, tokens: int, seqs: int) -> int:
     """How many requests may run where steps have so many tokens: of recurrent states, prompts in chunks would else wait
     for those who decode to end. Raises ConfigError where more were named."""
     chunk = lcm(SchedulerConfig.state_snapshot_tokens, config.block_size)
-    if not config.enable_chunked_prefill:
-        return seqs
     if config.max_num_seqs is None and tokens >= chunk:
         return min(seqs, tokens - chunk + 1)
     if tokens < (needed := seqs - 1 + chunk):
