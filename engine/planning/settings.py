@@ -57,7 +57,7 @@ class Settings(SchedulerConfig):
     dtype: torch.dtype
     exact: bool  # one more precise than bfloat16 was named: on the CPU no product with codes computes in less
     model_impl: str  # vserve or transformers
-    mamba_ssm_cache_dtype: str  # of recurrent states; auto: the model has none
+    mamba_ssm_cache_dtype: str  # of recurrent states, where there are any
     kv_cache_dtype: str  # the activations' type, fp8_e4m3 or fp8_e5m2
     calculate_kv_scales: bool
     pipeline_layer_partition: str  # layers of the stages, as they are; "" of one

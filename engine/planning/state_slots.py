@@ -107,10 +107,10 @@ def choose_state_dtype(config: EngineConfig, model: ModelConfig) -> str:
             f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype}: {model.architecture} keeps no recurrent state: "
             "leave it out"
         )
-    return (asked or "auto") if config.mamba_ssm_cache_dtype == "auto" else config.mamba_ssm_cache_dtype
+    return (asked or "float32") if config.mamba_ssm_cache_dtype == "auto" else config.mamba_ssm_cache_dtype
 
 
 def state_dtype(name: str) -> torch.dtype:
     """name: choose_state_dtype's."""
-    dtype: torch.dtype = torch.float32 if name == "auto" else getattr(torch, name)
+    dtype: torch.dtype = getattr(torch, name)
     return dtype

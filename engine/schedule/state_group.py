@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import lcm
+from typing import Any
 
 from ..errors import require
 from ..link.plan import StateExport
@@ -211,7 +212,7 @@ class StateGroup:
             self.pending = [snapshot for snapshot in self.pending if snapshot not in gone]
             self.pool.release([snapshot.slot for snapshot in gone])
 
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> dict[str, Any]:
         """Fields of EngineStats."""
         return {
             "num_state_slots": self.pool.num_blocks - 1,

@@ -82,10 +82,11 @@ def delta_net_torch(
         position, end = row.start, row.start + row.end - row.first
         while not row.decodes and position < end:
             last = min(end, position // CHUNK * CHUNK + CHUNK)
-            at = slice(position - row.state_len, last - row.state_len)
+            part = slice(position - row.state_len, last - row.state_len)
             num_folded = min(max(row.fold_to - position, 0), last - position)
-            parts = (part[at] for part in (q, k, v, log_decay, beta))
-            folded, output = one_chunk(folded, *parts, num_folded)
+            folded, output = one_chunk(
+                folded, q[part], k[part], v[part], log_decay[part], beta[part], num_folded
+            )
             outputs.extend(output)
             if row.snaps and last == row.snap_at:
                 state[row.snap_slot] = folded.to(state.dtype)
