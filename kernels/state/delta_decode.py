@@ -26,7 +26,8 @@ from .delta_parts import (
 )
 from .step import StateStep
 
-COLUMNS, WARPS = 32, 1  # of a program
+# Of a program. On an H100, 256 rows of 32 heads: 490 µs, 555 with 32 columns, 582 with 32 and two warps.
+COLUMNS, WARPS = 16, 1
 
 
 def delta_decode(

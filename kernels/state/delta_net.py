@@ -41,8 +41,14 @@ def delta_net_triton(
     raw: Tensor, gates: Tensor, conv_weight: Tensor, A_log: Tensor, dt_bias: Tensor, ring: Tensor, state: Tensor,
     step: StateStep, num_key_heads: int,
 ) -> Tensor:  # fmt: skip
-    """One launch for decodes, which write their rings themselves, and four for prompts."""
-    heads, value_dim = state.shape[1], state.shape[3]
+    """One launch for decodes, which write their rings themselves, and four for prompts. Raises ValueError for sizes
+    that the kernels have no tiles for."""
+    heads, key_dim, value_dim = state.shape[1:]
+    if min(key_dim, value_dim) < 16 or key_dim & (key_dim - 1) or value_dim & (value_dim - 1):
+        raise ValueError(
+            f"heads of {key_dim} x {value_dim}: on a GPU, delta nets need powers of two of at least 16; serve the model "
+            "on the CPU"
+        )
     out = torch.empty(len(raw), heads, value_dim, dtype=raw.dtype, device=raw.device)
     layer = conv_weight, A_log, dt_bias, ring, state
     delta_decode(raw, gates, *layer, step, num_key_heads, out)

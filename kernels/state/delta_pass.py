@@ -12,7 +12,8 @@ from .delta_parts import CHUNK, fold_pending
 from .short_conv import convolve_heads
 from .step import StateStep
 
-COLUMNS, WARPS, STAGES = 32, 4, 2  # of a program
+# Of a program. On an H100, 8192 tokens with 32 heads: 630 µs, 734 with two stages, 783 with 64 columns.
+COLUMNS, WARPS, STAGES = 32, 4, 3
 
 
 def delta_prompts(

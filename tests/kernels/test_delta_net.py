@@ -49,11 +49,11 @@ def test_drafts_are_never_folded_before_they_are_certain(
     function: Callable[..., Tensor], drafts: int, device: str, rng: torch.Generator
 ) -> None:
     """What a draft leaves behind is overwritten by what comes in its place."""
-    layer = Layer(rng, device, drafts=drafts)
+    layer = Layer(rng, device, key_heads=1, heads=2, drafts=drafts)
     one, other = layer.sequence(60, 2), layer.sequence(60, 5)
     layer.run(function, [], [Piece(one, 11, True), Piece(other, 3, True)])
     wrong = one.raw.clone()
-    for step in range(5):
+    for step in range(4):
         kept = [1 + step % (1 + drafts), 1 + drafts]
         right = one.raw.clone()
         behind = one.computed + kept[0]

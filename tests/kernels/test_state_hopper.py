@@ -18,7 +18,7 @@ state_dtype = getattr(torch, sys.argv[4])
 channels = 32 * 128 + heads * 128
 both = torch.zeros(40, channels + 8 * heads, dtype=torch.bfloat16)
 columns = [torch.zeros(3, dtype=torch.int32) for _ in range(6)]
-step = StateStep(*columns, torch.zeros(4, dtype=torch.int32), rows, 1 + drafts)
+step = StateStep(*columns, torch.zeros(4, dtype=torch.int32), rows, 1 + drafts)  # the rows behind them: prompts
 ring = torch.zeros(4, 8 if drafts == 0 else 16, channels + 2 * heads, dtype=torch.bfloat16)
 state = torch.zeros(4, heads, 128, 128, dtype=state_dtype)
 delta_net.delta_net_triton(
@@ -26,9 +26,7 @@ delta_net.delta_net_triton(
     torch.zeros(heads), torch.zeros(heads), ring, state, step, 16,
 )
 print(json.dumps([
-    dict(name=name, shared=kernel.metadata.shared, early="griddepcontrol" in kernel.asm["ptx"],
-         wgmma=kernel.asm["ptx"].count("wgmma.mma"), mma=kernel.asm["ptx"].count("mma.sync"),
-         fma=kernel.asm["ptx"].count("fma.rn.f32"), **resources(kernel))
+    dict(name=name, shared=kernel.metadata.shared, wgmma="wgmma.mma" in kernel.asm["ptx"], **resources(kernel))
     for name, kernel in kernels.values()
 ]))
 """
@@ -46,5 +44,5 @@ def test_compiles_without_spills(
     assert names == {"_delta_decode_kernel"} | (prompts if rows < 3 else set())
     for kernel in found:
         assert kernel["local"] == 0 and kernel["stack"] == 0, kernel
-        assert kernel["reg"] < 255, kernel
+        assert kernel["wgmma"] == (kernel["name"] in ("_chunk_kernel", "_pass_kernel")), kernel
         assert kernel["shared"] <= 227 << 10, kernel

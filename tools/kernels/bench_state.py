@@ -111,23 +111,20 @@ def check_step(name: str, layer: Layer, dtype: torch.dtype, step: StateStep, tol
 
 
 def check() -> None:
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 8e-3)):
-        for rows in (1, 2, 3, 16, 33, 64, 128, 256):
+    for dtype, tolerance in ((torch.bfloat16, 8e-3), (torch.float32, 1e-5)):
+        for rows in (1, 2, 33, 256):
             starts = [int(start) for start in torch.randint(1, 9000, (rows,))]
             starts[0] = 1
             pending = [1] * rows
             snaps = {rows - 1: (starts[-1] // 64 * 64, 2)} if starts[-1] % 64 == 0 else {}
             step = make_step([1] * rows + [0] * 3, starts + [0] * 3, pending + [0] * 3, rows + 3, 1, snaps)
             check_step(f"decode, {rows} rows", Layer.make(32, 2 * rows + 8, dtype), dtype, step, tolerance)
-        for drafts in (1, 3, 7):
-            pending = [1 + index % (1 + drafts) for index in range(9)]
-            step = make_step([1 + drafts] * 9, [64] * 9, pending, 9, 1 + drafts, {4: (64, 2)})
-            layer = Layer.make(48, 20, dtype, ring=8 if drafts == 1 else 16 if drafts == 3 else 32)
-            check_step(f"decode with {drafts} drafts", layer, dtype, step, tolerance)
         lengths, starts = [1, 1, 0, 1000, 64, 3, 130, 1, 700, 0], [9, 700, 0, 0, 128, 5, 100, 64, 0, 0]
         step = make_step(lengths, starts, [1, 1, 0, 0, 0, 0, 1, 1, 0, 0], 3, 1, {3: (640, 2), 6: (192, 4)})
         check_step("decodes and prompts", Layer.make(32, 24, dtype), dtype, step, tolerance)
         split(dtype)
+        step = make_step([4] * 9, [64] * 9, [1 + index % 4 for index in range(9)], 9, 4, {6: (64, 2)})
+        check_step("decode with 3 drafts", Layer.make(32, 20, dtype, ring=16), dtype, step, tolerance)
 
 
 def split(dtype: torch.dtype) -> None:
