@@ -22,7 +22,7 @@ from ..options.config import EngineConfig, SchedulerConfig
 from ..options.speculation import NO_DRAFTS, Speculation, read_speculation
 from ..schedule.planner import FEW_DECODES
 from .memory import MemoryPlan
-from .state_slots import choose_state_dtype, seqs_beside_chunk, state_dtype
+from .state_slots import check_state_heads, choose_state_dtype, seqs_beside_chunk, state_dtype
 
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
 LARGE_CHUNKS = (2, 4)
@@ -192,6 +192,8 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Setti
     stages = config.pipeline_parallel_size
     check_stages(model, stages, config.stage_layers)
     tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
+    if device.type == "cuda":
+        check_state_heads(model)
     if model.has_state and (fewer := seqs_beside_chunk(config, tokens, seqs)) < seqs:
         notices += (f"max_num_seqs lowered to {fewer}: a step of {tokens} tokens has room for a prompt's beside these",)
         seqs, reduced = fewer, (*reduced, "max_num_seqs")

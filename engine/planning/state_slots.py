@@ -99,6 +99,16 @@ def seqs_beside_chunk(config: EngineConfig, tokens: int, seqs: int) -> int:
     return seqs
 
 
+def check_state_heads(model: ModelConfig) -> None:
+    """Raises ConfigError where a GPU's kernels have no tiles for a head's matrix."""
+    for spec in model.state_specs():
+        if min(spec.rows, spec.columns) < 16 or any(size & (size - 1) for size in (spec.rows, spec.columns)):
+            raise ConfigError(
+                f"{model.architecture} has recurrent states of {spec.rows} x {spec.columns} a head, and on a GPU powers "
+                "of two of at least 16 are computed: add --device cpu"
+            )
+
+
 def choose_state_dtype(config: EngineConfig, model: ModelConfig) -> str:
     """Of the states' matrices. Raises ConfigError where one is named for a model without."""
     asked = next((spec.dtype for spec in model.state_specs()), None)

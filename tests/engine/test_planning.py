@@ -107,6 +107,12 @@ def test_recurrent_states_take_memory_and_time() -> None:
     assert many / 64 > 0.015, "64 states of 2 · 154 MB are read and written in 4.1 ms more"
 
 
+def test_states_without_tiles_are_refused_on_a_card() -> None:
+    odd = parse_model_config({"model_type": "qwen3_5_text", "linear_value_head_dim": 96})
+    with pytest.raises(ConfigError, match=r"recurrent states of 128 x 96 a head, .* add --device cpu"):
+        set_up(0, odd, EngineConfig("m"), CARDS["h200"])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     deep = parse_model_config(LLAMA_8B | {"num_hidden_layers": 64, "hidden_size": 8192})
     with pytest.raises(ConfigError, match=r"does not fit one l4: of 20\.24 GiB each, weights take"):
