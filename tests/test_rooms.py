@@ -24,7 +24,7 @@ FLOORS = {
         "models", "foreign", "cache", "adapters", "weights", "schedule", "speculation", "step", "planning", "ranks",
         "start",
     ),
-    "kernels": ("launch", "norm", "attention", "rows", "linear", "sampling", "lora", "experts"),
+    "kernels": ("launch", "norm", "attention", "state", "rows", "linear", "sampling", "lora", "experts"),
 }  # fmt: skip
 # What stays although it goes up or in a circle, with the reason.
 STAYS = {

@@ -11,13 +11,20 @@ from typing import Any
 
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
 DEEPSEEK = {  # of latent attention's sizes none is as large as another; a dense layer, then experts
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
     "qk_rope_head_dim": 8, "v_head_dim": 12, "first_k_dense_replace": 1, "n_routed_experts": 8,
     "num_experts_per_tok": 3, "moe_intermediate_size": 40, "n_shared_experts": 2, "n_group": 4, "topk_group": 2,
 }  # fmt: skip
+# Sizes of a delta net, of which none is as large as another but in one of its dimensions.
+_DELTA = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"], "num_hidden_layers": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
+}  # fmt: skip
+_EXPERTS = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40,
+    "shared_expert_intermediate_size": 56, "initializer_range": 0.2}  # fmt: skip
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 # Keys of config.json beside those of all: what a family needs to be small, or would not show.
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -61,6 +68,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5},
     "granitemoe": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE},
     "granitemoeshared": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE, "shared_intermediate_size": 56},
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
+    "qwen3_next": {**_DELTA, **_EXPERTS},
 }  # fmt: skip
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -124,6 +134,11 @@ def tiny_config(family: str, **overrides: Any) -> Any:
             family, text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
             boi_token_index=298, eoi_token_index=297, **ends,
         )  # fmt: skip
+    if family in ("qwen3_5", "qwen3_5_moe"):  # the same
+        text = {**values, **FAMILIES[f"{family}_text"], **overrides}
+        vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
+        ends = {key: text[key] for key in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")}
+        return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ends)
     if family.startswith("granitemoe"):
         del values["head_dim"]
     return AutoConfig.for_model(family, **(values | FAMILIES.get(family, {}) | overrides))
@@ -145,12 +160,16 @@ def tiny_checkpoint(
     """
     dtype = getattr(torch, overrides.pop("dtype", "float32"))
     config = tiny_config(family, **overrides)
+    if family in ("qwen3_5", "qwen3_5_moe") and kind is AutoModelForCausalLM:  # which would be of the text alone
+        kind = AutoModelForImageTextToText
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind.from_config(config)
         for name, weight in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("bias"):
                 torch.nn.init.normal_(weight, 0.0, 0.5)
+            elif name.endswith("A_log"):  # states remember some tens of tokens
+                torch.nn.init.normal_(weight, -3.0, 1.0)
             elif name.endswith("sinks"):
                 torch.nn.init.normal_(weight, 0.0, 2.0)
             elif "norm" in name:

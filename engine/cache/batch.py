@@ -12,13 +12,17 @@ from ...kernels.attention.attention import DecodeWorkspace
 from ...kernels.attention.kv_unpack import PromptPages
 from ...kernels.rows.batch_inputs import build_inputs, build_slots, commit_tokens
 from ...kernels.sampling.verify import impose_acceptance, verify_drafts
+from ...kernels.state.slots import copy_slots
+from ...kernels.state.step import StateStep
 from ..layers.attention import AttentionBatch
 from ..link.plan import StepPlan
 from .rows import SEED, RowTables, Upload, aligned
+from .states import StateStorage
 
 # Lines of the header, the one small table that the host sends each step. B requests, S of them sampled; WANTED are the
-# last tokens of those and of the ones that are pooled.
-ROWS, QUERY_START, SAMPLE_INDEX, WANTED, SAMPLED, SAMPLE_ROW = range(6)
+# last tokens of those and of the ones that are pooled. The last two, where rows have recurrent states: after how many
+# tokens one is exported, 0: not at all, and to which slot.
+ROWS, QUERY_START, SAMPLE_INDEX, WANTED, SAMPLED, SAMPLE_ROW, EXPORT_AT, EXPORT_SLOT = range(8)
 
 
 @dataclass(frozen=True)
@@ -83,16 +87,22 @@ class BatchBuilder:
         self.page_size = page_size
         self.workspace = workspace
         self.prompt_pages: PromptPages | None = None
+        self.states: StateStorage | None = None
         self.thresholds: Tensor | None = None  # of impose_acceptance, where that is wanted
 
+    @property
+    def header_lines(self) -> int:
+        return EXPORT_AT if self.tables.state_slot is None else EXPORT_SLOT + 1
+
     def header(self, plan: StepPlan, shape: Shape) -> Tensor:
-        """int32 [6, ≥ samples + 1] on the host; padding rows are the dummy row with no token and no sample.
+        """int32 [header_lines, ≥ samples + 1] on the host; padding rows are the dummy row with no token and no sample.
 
         A fresh pinned buffer each time: torch's host allocator hands it out again only once the copy out of it has been
         made, so the host never writes what an in-flight copy still reads.
         """
         device = self.tables.device
-        header = torch.empty(6, header_width(shape.samples), dtype=torch.int32, pin_memory=device.type == "cuda")
+        size = self.header_lines, header_width(shape.samples)
+        header = torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
         lines = header.numpy()
         decodes, query_len, num_sampled = plan.num_decodes, 1 + plan.num_drafts, len(plan.sampled)
         first, last = shape.decode_rows, shape.decode_rows + len(plan.rows) - decodes  # the rows with longer queries
@@ -119,13 +129,25 @@ class BatchBuilder:
         lines[WANTED, : len(wanted)] = wanted
         lines[SAMPLED, : len(at)] = at
         lines[SAMPLE_ROW, : len(at)] = lines[ROWS, at]
+        for export in plan.exports:
+            row = plan.rows.index(export.row)
+            row += first - decodes if row >= decodes else 0
+            lines[EXPORT_AT, row], lines[EXPORT_SLOT, row] = export.boundary, export.slot
         return header
 
     def write_rows(self, plan: StepPlan) -> None:
-        """Brings the plan's changes (new requests, new blocks) into the row tables."""
+        """Brings the plan's changes (new requests, new blocks) into the row tables, and snapshots into their states."""
         upload = Upload()
-        if writes := self.tables.stage(plan, upload):
-            self.tables.apply(writes, upload.send(self.tables.device))
+        if not (writes := self.tables.stage(plan, upload)):
+            return
+        restored = [new for new in plan.new_rows if new.restored_from not in (-1, new.state_slot)]
+        if restored:
+            sources = upload.add([new.restored_from for new in restored])
+            targets = upload.add([new.state_slot for new in restored])
+        sent = upload.send(self.tables.device)
+        self.tables.apply(writes, sent)
+        if restored and self.states is not None:
+            copy_slots(self.states.tensors, sent[sources], sent[targets])
 
     def gather(self, header: Tensor, shape: Shape, beside: bool) -> Batch:
         """Builds the inputs from a header on the device. Sizes depend on the shape only, so it can be captured.
@@ -145,8 +167,32 @@ class BatchBuilder:
         attention = AttentionBatch(
             shape.decode_rows, 1 + shape.num_drafts, shape.max_query_len, rows, seq_lens, query_start, slots,
             self.workspace, beside and shape.decode_rows > 0 and shape.prefill_rows > 0, self.prompt_pages,
+            state=self._states(header, shape, rows, query_start),
         )  # fmt: skip
         return Batch(input_ids, positions, attention)
+
+    def _states(self, header: Tensor, shape: Shape, rows: Tensor, query_start: Tensor) -> StateStep | None:
+        """What the step does to recurrent states. What may be taken back is never in one: a token whose next one is
+        sampled in this step, and drafts."""
+        tables, first = self.tables, shape.decode_rows
+        if tables.state_slot is None or tables.state_len is None:
+            return None
+        start = tables.num_computed.index_select(0, rows)
+        fold_to = start
+        if shape.prefill_rows:
+            samples = (header[SAMPLE_INDEX, first : shape.rows] >= 0).int()
+            ends = start[first:] + query_start[first + 1 :] - query_start[first:-1] - samples
+            fold_to = torch.cat((start[:first], ends))
+        return StateStep(
+            tables.state_slot.index_select(0, rows), start, tables.state_len.index_select(0, rows), fold_to,
+            header[EXPORT_AT, : shape.rows], header[EXPORT_SLOT, : shape.rows], query_start, first,
+            1 + shape.num_drafts,
+        )  # fmt: skip
+
+    def folded(self, batch: Batch) -> None:
+        """Behind all layers: the rows' states have taken in what the step folds."""
+        if (step := batch.attention.state) is not None and self.tables.state_len is not None:
+            self.tables.state_len[batch.attention.rows] = step.fold_to
 
     def samples(self, plan: StepPlan, header: Tensor, host: Tensor, batch: Batch) -> SampleBatch:
         count = plan.num_samples

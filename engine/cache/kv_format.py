@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import ConfigError
-from ..families.layer_spec import AttentionSpec, KVSpec
+from ..families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec
 from ..options.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -76,7 +76,7 @@ class KVSettings:
 
 def choose_kv_cache_dtype(asked: str, model: ModelConfig, dtype: str) -> str:
     """dtype: of the activations. → that, or a key of CODES. Raises ConfigError for what cannot be."""
-    latent = any(not isinstance(layer.attention, AttentionSpec) for layer in model.layers)
+    latent = any(isinstance(layer.mixer, LatentAttentionSpec) for layer in model.layers)
     if asked == "auto":
         return "fp8_e4m3" if scheme_wants_codes(model) and not latent else dtype
     chosen = _OTHER_NAMES.get(asked, asked)

@@ -67,16 +67,22 @@ class RowTables:
 
     def __init__(
         self, max_num_seqs: int, max_model_len: int, max_blocks: int, num_groups: int, device: torch.device,
-        block_size: int = 16, history_group: int | None = None, num_drafts: int = 0,
+        block_size: int = 16, history_group: int | None = None, num_drafts: int = 0, has_states: bool = False,
     ) -> None:  # fmt: skip
-        """`history_group`: the KV group whose blocks have pages for tokens, which `make_pages` makes; None: no group
-        keeps whole sequences, and each row has pages of its own for a whole context."""
+        """`has_states`: rows have recurrent states. `history_group`: the KV group whose blocks have pages for tokens,
+        which `make_pages` makes; None: no group keeps whole sequences, and each row has pages of its own for a whole
+        context."""
         num_rows = max_num_seqs + 1
         self.device = device
         self.dummy_row = max_num_seqs
         self.num_computed = torch.zeros(num_rows, dtype=torch.int32, device=device)
         # Of the tokens behind those that there are: drafts that a drafter has proposed. Others stand there by chance.
         self.num_proposed = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        # The slot of the row's state, and how many tokens that is of; of the dummy row the null slot, and none.
+        self.state_slot: Tensor | None = None
+        self.state_len: Tensor | None = None
+        if has_states:
+            self.state_slot, self.state_len = torch.zeros_like(self.num_computed), torch.zeros_like(self.num_computed)
         self.params = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=device)
         self.block_tables = [
             torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)
@@ -119,6 +125,10 @@ class RowTables:
             counts = [new.num_computed_tokens for new in plan.new_rows]
             ones = [1] * len(rows)
             writes.append((self.num_computed[:, None], _stage(upload, rows, zeros, ones, counts)))
+            if self.state_slot is not None and self.state_len is not None:
+                slots = [max(0, new.state_slot) for new in plan.new_rows]
+                writes.append((self.state_slot[:, None], _stage(upload, rows, zeros, ones, slots)))
+                writes.append((self.state_len[:, None], _stage(upload, rows, zeros, ones, counts)))
             # No drafts stand there: a prompt's last token may come in a step with drafts of the row's former one.
             writes.append((self.num_proposed[:, None], _stage(upload, rows, zeros, ones, zeros)))
             packed = b"".join(

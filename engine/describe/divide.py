@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ModelError
-from ..families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..families.layer_spec import AttentionSpec, DeltaSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..options.speculation import drafts_by_model
 
 if TYPE_CHECKING:
@@ -28,6 +28,8 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
         _check_foreign(config.foreign, size, expert_parallel)
     if not config.causal:
         _refuse(f"{config.architecture} reads texts both ways, which is not divided over ranks", size)
+    if config.has_state:
+        _refuse(f"{config.architecture} keeps recurrent states, and such a model is not divided over ranks", size)
     if (why := fault(config, size, expert_parallel)) is None:
         return
     possible = ", ".join(map(str, sizes(config, expert_parallel)))
@@ -40,7 +42,7 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
 
 def sizes(config: ModelConfig, expert_parallel: bool = False) -> list[int]:
     """Numbers of ranks that can share the model."""
-    if not config.causal or (config.foreign is not None and _undivided(config.foreign)):
+    if not config.causal or config.has_state or (config.foreign is not None and _undivided(config.foreign)):
         return [1]
     return [n for n in range(1, MOST + 1) if fault(config, n, expert_parallel) is None]
 
@@ -75,14 +77,17 @@ def _refuse(reason: str, size: int) -> None:
         )
 
 
-def kv_share(config: ModelConfig, index: int, size: int) -> KVSpec:
-    """What a rank keeps of a token in a layer: neighbours share the heads of keys where these are fewer than ranks, and
-    latents are whole on every rank."""
-    spec = config.layers[index].attention
-    layout = None if config.foreign is None else config.foreign.layout
-    if not isinstance(spec, AttentionSpec) or (layout is not None and not layout.is_divided(layout.attention[index])):
-        return spec.kv
-    return replace(spec.kv, num_kv_heads=max(1, spec.num_kv_heads // size))
+def kv_shares(config: ModelConfig, size: int, layers: Iterable[int] | None = None) -> list[KVSpec]:
+    """What a rank keeps of a token in each layer with attention, of `layers` (indexes) or all: neighbours share the
+    heads of keys where these are fewer than ranks, and latents are whole on every rank."""
+    layout, found = None if config.foreign is None else config.foreign.layout, []
+    for index in range(len(config.layers)) if layers is None else layers:
+        spec = config.layers[index].attention
+        if isinstance(spec, AttentionSpec) and (layout is None or layout.is_divided(layout.attention[index])):
+            found.append(replace(spec.kv, num_kv_heads=max(1, spec.num_kv_heads // size)))
+        elif spec is not None:
+            found.append(spec.kv)
+    return found
 
 
 def whole_experts(num_experts: int, inner: int, size: int, quantised: bool, wanted: bool) -> bool:
@@ -105,10 +110,13 @@ def fault(config: ModelConfig, size: int, expert_parallel: bool) -> str | None:
 
 
 def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]:
-    attention, mlp = layer.attention, layer.mlp
+    attention, mlp = layer.mixer, layer.mlp
     if isinstance(attention, LatentAttentionSpec):
         if attention.num_heads % size:
             yield f"{attention.num_heads} attention heads"
+    elif isinstance(attention, DeltaSpec):
+        if size > 1:
+            yield "a gated delta net"
     elif isinstance(attention, AttentionSpec):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if heads % size or (keys % size and size % keys):
@@ -136,6 +144,8 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
         refuse(f"{config.architecture} is computed by transformers' code, which is not cut into stages", size)
     if not config.causal:
         refuse(f"{config.architecture} reads texts both ways, which is not cut into stages", size)
+    if config.has_state:
+        refuse(f"{config.architecture} keeps recurrent states, and such a model is not cut into stages", size)
     num_layers = len(config.layers)
     if size > num_layers:
         raise ModelError(
@@ -220,19 +230,22 @@ def context_cost(config: ModelConfig) -> float:
 
 def _parameters(layer: LayerSpec, hidden: int) -> tuple[int, int]:
     """(that a layer has, that a token meets), about: norms and biases are small."""
-    attention, mlp = sum(_attention(layer.attention, hidden)), layer.mlp
+    mixer, mlp = sum(_mixer(layer.mixer, hidden)), layer.mlp
     if isinstance(mlp, MLPSpec):
-        both = attention + (2 + mlp.gated) * mlp.inner * hidden
+        both = mixer + (2 + mlp.gated) * mlp.inner * hidden
         return both, both
     assert isinstance(mlp, MoESpec)
     expert, shared = 3 * mlp.inner * hidden, 3 * mlp.shared_inner * hidden
-    return (attention + shared + mlp.routing.num_experts * expert, attention + shared + mlp.routing.top_k * expert)
+    return (mixer + shared + mlp.routing.num_experts * expert, mixer + shared + mlp.routing.top_k * expert)
 
 
-def _attention(spec: AttentionSpec | LatentAttentionSpec, hidden: int) -> Iterator[int]:
+def _mixer(spec: AttentionSpec | LatentAttentionSpec | DeltaSpec, hidden: int) -> Iterator[int]:
+    if isinstance(spec, DeltaSpec):
+        yield hidden * (spec.channels + 2 * spec.value_size + 2 * spec.num_value_heads)
+        return
     if isinstance(spec, AttentionSpec):
         value_dim = spec.value_dim or spec.head_dim
-        yield hidden * (spec.num_heads + spec.num_kv_heads) * spec.head_dim
+        yield hidden * ((2 if spec.output_gate else 1) * spec.num_heads + spec.num_kv_heads) * spec.head_dim
         yield hidden * (spec.num_heads + spec.num_kv_heads) * value_dim
         return
     query = spec.num_heads * (spec.nope_dim + spec.rope_dim)
@@ -273,7 +286,7 @@ def more_ranks(model: ModelConfig, now: int, weights: int, cache: int, expert_pa
 
 def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple[int, float, int]:
     """As more_ranks, of stages: the fewest that bring room. Each has its own layers, and the cache of these alone."""
-    if model.foreign is not None or not model.causal:
+    if model.foreign is not None or not model.causal or model.has_state:
         return 0, 0.0, 0
     for count in range(now + 1, min(len(model.layers), MOST) + 1):
         if (left := cache + weights - weights * now // count) > 0:
@@ -283,4 +296,4 @@ def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple
 
 def _token_elements(model: ModelConfig, size: int) -> int:
     """Of keys and values on one of so many ranks."""
-    return sum(kv_share(model, index, size).token_elements for index in range(len(model.layers)))
+    return sum(spec.token_elements for spec in kv_shares(model, size))

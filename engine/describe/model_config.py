@@ -14,10 +14,10 @@ from ..errors import ModelError
 from ..families.encoders import EncoderFamily, EncoderSpec, find_encoder
 from ..families.family import Family, Names
 from ..families.head_spec import HeadSpec
-from ..families.layer_spec import AttentionSpec, FrameSpec, LayerSpec
+from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec, StateSpec
 from ..families.raw_config import architectures, model_type
 from ..families.refused import refusal
-from ..families.registry import find_family
+from ..families.registry import find_family, own_family
 
 if TYPE_CHECKING:
     import torch  # at run time only where a dtype is made: reading the file alone should not wait for torch
@@ -55,10 +55,22 @@ class ModelConfig:
         """Tokens the model can handle by its own word: linear and dynamic RoPE stretch max_position_embeddings, yarn
         stretches the original length; llama3 and longrope configs already name the stretched one. Of layers that are
         stretched in several ways, the least counts."""
-        ropes = {layer.attention.rope for layer in self.layers}
+        ropes = {layer.attention.rope for layer in self.layers if layer.attention is not None}
         stretched = [int(rope.original_length * rope.factor) for rope in ropes if rope is not None and rope.stretches]
         length = min(stretched, default=self.max_position_embeddings)
         return min(length, self.longest or length)
+
+    def kv_specs(self) -> list[KVSpec]:
+        """Of the layers with attention."""
+        return [layer.attention.kv for layer in self.layers if layer.attention is not None]
+
+    def state_specs(self) -> list[StateSpec]:
+        """Of the layers that keep a state in the place of keys and values."""
+        return [layer.state for layer in self.layers if layer.state is not None]
+
+    @property
+    def has_state(self) -> bool:
+        return bool(self.state_specs())
 
     def named(self, path: str) -> str:
         """A path, in llama's names, as the checkpoint names it."""
@@ -111,6 +123,11 @@ def choose(
         except ModelError as error:
             own = error
     else:
+        if (family := own_family(raw)) is not None and not family.foreign:
+            raise ModelError(
+                f"--model-impl transformers: {family.architecture} keeps recurrent states, for which transformers' "
+                "code has no cache here; vserve computes it itself: leave it out"
+            )
         own = ModelError(
             f"architecture {names[0] if names else 'unnamed'} is not supported: transformers has no such decoder; "
             "leave --model-impl transformers out, or use another model"

@@ -78,8 +78,12 @@ def _naming(changes: Mapping[str, Any]) -> Iterator[None]:
 
 def without_windows(model: ModelConfig) -> ModelConfig:
     """Every layer sees all of a context that is no longer than the smallest window: what it would have seen anyway."""
-    smallest = min((layer.attention.window for layer in model.layers if layer.attention.window), default=0)
-    layers = tuple(replace(layer, attention=replace(layer.attention, window=0)) for layer in model.layers)
+    windows = (layer.attention.window for layer in model.layers if layer.attention is not None)
+    smallest = min((window for window in windows if window), default=0)
+    layers = tuple(
+        layer if layer.attention is None else replace(layer, mixer=replace(layer.attention, window=0))
+        for layer in model.layers
+    )
     return replace(model, layers=layers, longest=min((n for n in (smallest, model.longest) if n), default=0))
 
 
@@ -249,8 +253,10 @@ def _check_both_ways(raw: Mapping[str, Any], layers: tuple[LayerSpec, ...], purp
     windows = raw.get("use_bidirectional_attention") is not True  # else it is known how far they reach back and on
     for layer in layers:
         attention = layer.attention
-        plain = isinstance(attention, AttentionSpec) and not (attention.soft_cap or attention.sinks)
-        if not plain or isinstance(layer.mlp, MoESpec) or (attention.window and windows):
+        plain = isinstance(attention, AttentionSpec) and not (
+            attention.soft_cap or attention.sinks or (attention.window and windows)
+        )
+        if not plain or isinstance(layer.mlp, MoESpec):
             raise ModelError(
                 "config.json: attention goes both ways (is_causal, use_bidirectional_attention), which is computed "
                 "for plain layers only, without windows, caps, sinks and experts: use another model"

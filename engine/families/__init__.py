@@ -5,6 +5,7 @@ registry: which family a config.json is of; architectures that are refused stand
 
 llama: Llama, and Mistral, Mixtral, Phi 3, Seed-OSS, SmolLM 3, EuroBERT and Granite, which differ from it in little
 qwen: Qwen 2 and 3, and their mixtures
+qwen_hybrid: Qwen 3.5 and Qwen3-Next, most of whose layers are gated delta nets
 gemma: Gemma 1, 2 and 3
 glm: GLM 4, and its mixtures from 4.5 on
 olmo: OLMo 2 and 3, OLMoE, EXAONE 4, and Cohere's Command R, R+, R7B and A: norms elsewhere than Llama's

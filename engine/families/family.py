@@ -50,6 +50,7 @@ class Family:
     ignored: tuple[str, ...] = ()
     drafts: str = ""  # the key of how many layers its checkpoints have behind the last one, which draft tokens
     nested: str = ""  # the key of the object in config.json that describes the decoder
+    foreign: bool = True  # whether transformers' code computes it, too, on this cache
     causal: bool = True  # whether its tokens see earlier ones alone, where config.json says nothing of it
 
     @property
@@ -146,12 +147,17 @@ def mlp_spec(
     raw: RawConfig, key: str = "hidden_act", *, bias: bool = False, activations: Mapping[str, Activation] = SILU
 ) -> MLPSpec:
     """bias: of all products. activations: those that are run here, by their names in config.json."""
+    return MLPSpec(raw.count("intermediate_size"), bias, activation_of(raw, key, activations))
+
+
+def activation_of(raw: RawConfig, key: str, activations: Mapping[str, Activation] = SILU) -> Activation:
+    """Raises ModelError for another one than these."""
     name = raw.get(key) or "silu"
     if name not in activations:
         known = [known for known in activations if known != "swish"]
         verb = "is" if len(known) == 1 else "are"
         raise ModelError(f"config.json: {key} is {name!r}, supported {verb} {', '.join(known)}: use another model")
-    return MLPSpec(raw.count("intermediate_size"), bias, activations[name])
+    return activations[name]
 
 
 def expert_counts(raw: RawConfig, *keys: str) -> tuple[int, int]:

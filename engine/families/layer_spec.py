@@ -28,6 +28,25 @@ class KVSpec:
 
 
 @dataclass(frozen=True)
+class StateSpec:
+    """What one layer keeps of a request, however long it is: a matrix [rows, columns] a head, and of the newest tokens
+    `channels` inputs of a convolution over `conv_width` of them, with `gates` numbers beside them."""
+
+    num_heads: int
+    rows: int
+    columns: int
+    channels: int
+    conv_width: int
+    gates: int = 0
+    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of the matrices, as the checkpoint asks for it
+
+    @property
+    def elements(self) -> int:
+        """Of the matrices."""
+        return self.num_heads * self.rows * self.columns
+
+
+@dataclass(frozen=True)
 class AttentionSpec:
     """Causal attention, `num_heads` queries over `num_kv_heads` keys and values, all of `head_dim`."""
 
@@ -49,6 +68,8 @@ class AttentionSpec:
     rotated: int = 0  # elements of a head that are rotated, from its first on; 0: all
     interleaved: bool = False  # rotated pairs are neighbours in the file: 0 and 1, 2 and 3, …
     value_dim: int = 0  # of values, where they are smaller or larger than keys; 0: head_dim
+    # The result is multiplied by the sigmoid of a gate, which the file has behind each head's query.
+    output_gate: bool = False
 
     @property
     def kv(self) -> KVSpec:
@@ -63,7 +84,7 @@ class AttentionSpec:
     @property
     def width(self) -> int:
         """Numbers that a token takes at most at one moment, beside the residual stream."""
-        return (2 * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
+        return ((3 if self.output_gate else 2) * self.num_heads + 2 * self.num_kv_heads) * self.head_dim
 
 
 @dataclass(frozen=True)
@@ -94,6 +115,50 @@ class LatentAttentionSpec:
     def width(self) -> int:
         head = self.nope_dim + self.rope_dim + self.kv_rank + self.rope_dim + self.kv_rank + self.value_dim
         return self.q_rank + self.num_heads * head
+
+
+@dataclass(frozen=True)
+class DeltaSpec:
+    """A gated delta net (arXiv 2412.06464) behind a short convolution: each head of values has a state
+    [key_dim, value_dim], and neighbours of them share a head of queries and keys."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    conv_width: int
+    gate: Literal["silu", "sigmoid"] = "silu"  # of the output, behind its norm
+    # The file has queries, keys, values and output gates of a key head one behind the other in one matrix, and what
+    # decides of decay and strength in a second one.
+    by_head: bool = False
+    state_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+
+    @property
+    def key_size(self) -> int:
+        """Of all heads."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_size(self) -> int:
+        """Of all heads."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return 2 * self.key_size + self.value_size
+
+    @property
+    def state(self) -> StateSpec:
+        """What is kept of a request."""
+        gates = 2 * self.num_value_heads
+        return StateSpec(
+            self.num_value_heads, self.key_dim, self.value_dim, self.channels, self.conv_width, gates, self.state_dtype
+        )
+
+    @property
+    def width(self) -> int:
+        return 2 * (self.channels + self.value_size + self.num_value_heads)
 
 
 @dataclass(frozen=True)
@@ -156,14 +221,25 @@ class MoESpec:
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """Of one decoder layer. Another kind of attention or of MLP is another type in its place."""
+    """Of one decoder layer. Another kind of mixer, by which tokens see each other, or of MLP is another type in its
+    place."""
 
-    attention: AttentionSpec | LatentAttentionSpec
+    mixer: AttentionSpec | LatentAttentionSpec | DeltaSpec
     mlp: MLPSpec | MoESpec
-    # Where norms are: before attention and MLP ("pre"), after each ("post"), before and after ("both"), or one before
+    # Where norms are: before mixer and MLP ("pre"), after each ("post"), before and after ("both"), or one before
     # both, which are added to the residual together ("parallel").
     norms: Literal["pre", "post", "both", "parallel"] = "pre"
-    residual_scale: float = 1.0  # of what attention and MLP add to the residual stream
+    residual_scale: float = 1.0  # of what mixer and MLP add to the residual stream
+
+    @property
+    def attention(self) -> AttentionSpec | LatentAttentionSpec | None:
+        """The mixer, where it keeps keys and values; None: it keeps a state."""
+        return None if isinstance(self.mixer, DeltaSpec) else self.mixer
+
+    @property
+    def state(self) -> StateSpec | None:
+        """What the mixer keeps of a request, where that is no keys and values."""
+        return self.mixer.state if isinstance(self.mixer, DeltaSpec) else None
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..errors import ModelError
 from .family import Family, attention_spec, expert_counts, layer_count, mlp_spec, named_windows, window_of
-from .layer_spec import FrameSpec, LayerSpec, MoESpec, RoutingSpec
+from .layer_spec import AttentionSpec, FrameSpec, LayerSpec, MoESpec, RoutingSpec
 from .raw_config import RawConfig
 from .rope_config import read_rope
 
@@ -101,8 +101,9 @@ def granite_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     """Llama with a scale of its own for scores, and one for what is added to the residual stream."""
     scale, residual = raw.number("attention_multiplier"), raw.number("residual_multiplier")
     return tuple(
-        replace(layer, attention=replace(layer.attention, scale=scale), residual_scale=residual)
+        LayerSpec(replace(attention, scale=scale), layer.mlp, residual_scale=residual)
         for layer in llama_layers(raw)
+        if isinstance(attention := layer.mixer, AttentionSpec)
     )
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-_RECURRENT = "its layers keep a recurrent state beside, or in place of, keys and values, and there is no cache for one"
+_RECURRENT = (
+    "its layers keep a recurrent state of a kind that there is no cache for, beside or in place of keys and values"
+)
 _OWN_ATTENTION = "its attention is computed in its own way, without the interface that a paged cache needs"
 _ALIBI = "its attention adds a bias for distances (ALiBi), which the attention kernels do not have"
 _SPARSE = "its attention chooses which keys it reads, which the attention kernels do not do"
@@ -23,7 +25,7 @@ _BEGINNINGS = {
         (
             "BailingHybrid", "BailingMoeV2_5", "Bamba", "CohereCompass", "FalconH1", "FalconMamba", "GraniteMoeHybrid",
             "Inkling", "Jamba", "KimiLinear", "Lfm2", "Lfm3", "Mamba", "MiniMaxForCausalLM", "MiniMaxM1",
-            "MiniMaxText01", "NemotronH", "OlmoHybrid", "Phi4Flash", "Plamo2", "Qwen3Next", "Qwen3_5", "Qwen4Exp",
+            "MiniMaxText01", "NemotronH", "OlmoHybrid", "Phi4Flash", "Plamo2", "Qwen4Exp",
             "RWKV", "Rwkv", "RecurrentGemma", "Zamba", "Zaya", "xLSTM",
         ),
         _RECURRENT,
@@ -63,6 +65,8 @@ _BEGINNINGS = {
     # They begin or end like others, and are decoders.
     "Ernie4_5": "",
     "Gemma3ForConditionalGeneration": "",  # of which the decoder is served
+    "Qwen3_5ForConditionalGeneration": "",
+    "Qwen3_5MoeForConditionalGeneration": "",
     "ModernBertDecoder": "",
 }  # fmt: skip
 _ENDINGS = {

@@ -27,13 +27,15 @@ from .llama import (
 )
 from .olmo import COHERE, COHERE2, EXAONE4, OLMO2, OLMO3, OLMOE
 from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
+from .qwen_hybrid import QWEN3_5, QWEN3_5_MOE, QWEN3_5_MOE_PICTURES, QWEN3_5_PICTURES, QWEN3_NEXT
 from .raw_config import architectures, model_type
 from .refused import refusal
 
 FAMILIES = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA3_PICTURES, PHI3, GLM, GLM4, GRANITE, COHERE, COHERE2,
     OLMO2, OLMO3, SMOLLM3, SEED_OSS, EXAONE4, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
-    GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MINICPM3, GLM4_MOE_LITE,
+    GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MINICPM3, GLM4_MOE_LITE, QWEN3_5, QWEN3_5_MOE, QWEN3_5_PICTURES,
+    QWEN3_5_MOE_PICTURES, QWEN3_NEXT,
 )  # fmt: skip
 BOTH_WAYS = (EUROBERT, LLAMA_BOTH_WAYS)  # they generate nothing
 _BY_ARCHITECTURE = {family.architecture: family for family in (*FAMILIES, *BOTH_WAYS)}
@@ -41,18 +43,20 @@ _BY_ARCHITECTURE["Gemma3TextForCausalLM"] = GEMMA3  # as EmbeddingGemma's Gemma3
 _BY_MODEL_TYPE = {family.model_type: family for family in (*FAMILIES, *BOTH_WAYS)}
 
 
-def find_family(raw: Mapping[str, Any]) -> Family:
-    """By architecture; by model_type where none is named. Raises ModelError."""
-    kind = model_type(raw)
+def own_family(raw: Mapping[str, Any]) -> Family | None:
+    """By architecture; by model_type where none is named. Raises ModelError for what are no names."""
     if not (names := architectures(raw)):
-        if kind in _BY_MODEL_TYPE:
-            return _BY_MODEL_TYPE[kind]
-        names = [kind]
-    for name in names:
-        for known in (name, base_name(name)):  # the second: of a model that embeds or classifies
-            if known in _BY_ARCHITECTURE:
-                return _BY_ARCHITECTURE[known]
+        return _BY_MODEL_TYPE.get(model_type(raw))
+    known = (known for name in names for known in (name, base_name(name)))  # the second: of one that embeds, classifies
+    return next((_BY_ARCHITECTURE[name] for name in known if name in _BY_ARCHITECTURE), None)
+
+
+def find_family(raw: Mapping[str, Any]) -> Family:
+    """As own_family. Raises ModelError where there is none."""
+    if (family := own_family(raw)) is not None:
+        return family
+    names = architectures(raw) or [model_type(raw)]
     if (line := refusal(names)) is not None:
         raise ModelError(line)
-    known = ", ".join(family.architecture for family in FAMILIES)
-    raise ModelError(f"architecture {names[0] or 'unnamed'} is not supported: serve one of {known}")
+    supported = ", ".join(family.architecture for family in FAMILIES)
+    raise ModelError(f"architecture {names[0] or 'unnamed'} is not supported: serve one of {supported}")

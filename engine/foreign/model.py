@@ -17,6 +17,7 @@ from ..describe.model_config import Cut, Foreign, Layout, ModelConfig
 from ..errors import ModelError
 from ..families.layer_spec import AttentionSpec, KVSpec
 from ..layers.attention import Attention, AttentionBatch
+from ..layers.delta import DeltaNet
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head as PoolingHead
 from ..layers.linear import Linear
@@ -238,6 +239,10 @@ class TransformersModel(nn.Module):
 
     def kv_specs(self) -> list[KVSpec]:
         return [attention.spec for attention in self._attention]
+
+    def state_layers(self) -> list[DeltaNet]:
+        """None: classes that keep states are refused."""
+        return []
 
     def weight_map(self) -> WeightMap:
         """By the names that transformers' modules have; files.py gives the checkpoint's tensors these names."""

@@ -1,6 +1,7 @@
 """The layers that models are assembled from.
 
 attention: attention over the paged KV cache, and sinks
+delta: a gated delta net over its state
 embedding: token ids → vectors, and vectors → logits
 routing: the router of a mixture, and the counts of tokens by expert
 experts: the experts of a mixture

@@ -15,6 +15,7 @@ from ...kernels.attention.attention_prefill_hopper import supports, takes
 from ...kernels.attention.kv_unpack import PromptPages, UnpackedPrompts
 from ...kernels.attention.latent_prompts import ExpandedPrompts
 from ...kernels.attention.rope_kv import rope_write_kv
+from ...kernels.state.step import StateStep
 from ..families.layer_spec import KVSpec
 from ..quant.format import FLOATS, Format, Stored
 from ..quant.weights import Placement, frozen
@@ -42,6 +43,7 @@ class AttentionBatch:
     beside: bool = False  # decodes and prompts, both there, at the same time where that pays: for CUDA graphs
     prompt_pages: PromptPages | None = None  # where prompts' codes are unpacked
     expanded: ExpandedPrompts | None = None  # the prompts, where layers with latent attention are to expand them
+    state: StateStep | None = None  # where some layers keep states
     # What the kernels are told of them, made once here rather than once a layer.
     num_decode_tokens: int = field(init=False)
     decodes: UniformBatch = field(init=False)

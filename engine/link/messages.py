@@ -203,6 +203,13 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_accepted_tokens: tuple[int, ...] = ()  # of them those that held, by their position
     expert_tokens: tuple[int, ...] = ()  # that each expert of a mixture got, all layers but the last together
     expert_imbalance: float = 0.0  # no total: lately, a layer's busiest expert's tokens over its average one's
+    num_state_slots: int = 0  # of recurrent state; 0: the model has none
+    num_state_slots_used: int = 0  # by running requests
+    num_state_snapshots: int = 0  # of prefixes, in other slots
+    num_state_restores: int = 0  # requests that began with a snapshot
+    num_restored_tokens: int = 0  # that therefore were not computed
+    num_state_exports: int = 0  # snapshots written
+    num_skipped_state_exports: int = 0  # because no slot was free
 
 
 def sum_of(*each: EngineStats) -> EngineStats:

@@ -19,6 +19,19 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     num_computed_tokens: int  # prefix hit
     sampling: SamplingParams
     slot: int = -1  # of its adapter; -1: none
+    state_slot: int = -1  # of its recurrent state; -1: the model has none
+    # The slot of a snapshot after exactly num_computed_tokens, which is copied to its own before the step runs; -1:
+    # its state begins at nothing, and num_computed_tokens is 0.
+    restored_from: int = -1
+
+
+class StateExport(msgspec.Struct, frozen=True, array_like=True):
+    """A row's recurrent state after its first `boundary` tokens is copied into a slot, as the step's folding passes
+    it. If the device's count of certain tokens does not pass it in this step, nothing is written."""
+
+    row: int
+    boundary: int  # a multiple of 64
+    slot: int
 
 
 class AdapterCopy(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +72,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     adapters: list[AdapterCopy] = []
     told: list[int] = []  # indexes into `sampled` of those whose drafts for the step to come the result is to bring
     left: list[int] = []  # rows that a request has left while a part of its prompt was pooled
+    exports: list[StateExport] = []
 
     @property
     def total_tokens(self) -> int:

@@ -21,6 +21,7 @@ from ..quant.weights import Placement, WeightMap, keep_at_hand
 class AttentionBlock(nn.Module):
     """Fused q, k, v projection; attention, with norms of q and k where the spec has them; output projection."""
 
+    name = "self_attn"  # in the checkpoint
     q_norm: Norm | None  # those that come before the rotation; others are fused with it
     k_norm: Norm | None
 
@@ -35,13 +36,20 @@ class AttentionBlock(nn.Module):
     ) -> None:
         """input_size: of what it reads, where that is not as wide as what it adds to."""
         super().__init__()
-        dim = spec.head_dim
-        sizes = {"q": spec.num_heads * dim, "k": spec.num_kv_heads * dim, "v": spec.num_kv_heads * dim}
+        dim, queries = spec.head_dim, spec.num_heads * spec.head_dim
+        sizes = {
+            "q": (2 if spec.output_gate else 1) * queries,
+            "k": spec.num_kv_heads * dim,
+            "v": spec.num_kv_heads * dim,
+        }
         # Neighbours that are rotated together become halves, as the kernels have them: scores stay the same when q and
         # k change their places alike.
         turned = spec.interleaved and spec.rope is not None and place.device.type != "meta"  # where nothing is loaded
         head = halves_first(dim, spec.rotary_dim) if turned else None
         order = {} if head is None else {part: _of_heads(head, sizes[part]) for part in ("q", "k")}
+        if spec.output_gate:  # all queries, then all gates: what a rank has of each lies together
+            assert not turned and not spec.fused, "no model has it so"
+            order["q"] = torch.arange(2 * queries).view(-1, 2, dim).transpose(0, 1).flatten()
         self.qkv = Linear(
             input_size or config.hidden_size,
             {"qkv": sum(sizes.values())} if spec.fused else sizes,
@@ -50,18 +58,19 @@ class AttentionBlock(nn.Module):
             unit=dim,
             bias=spec.qkv_bias,
             row_order=_in_one(order, sizes) if spec.fused and order else order,
-            pieces={"qkv": tuple(sizes.values())},
+            pieces={"qkv": tuple(sizes.values()), **({"q": (queries, queries)} if spec.output_gate else {})},
         )
-        self.heads = [place.span(size, dim)[1] // dim for size in sizes.values()]  # of this rank: q, k, v
+        parts = [queries, *([queries] if spec.output_gate else []), sizes["k"], sizes["v"]]
+        self.heads = [place.span(size, dim)[1] // dim for size in parts]  # of this rank: q, its gates, k, v
         self.head_dim = dim
         self.qk_norm, self.clip, self.group = spec.qk_norm, spec.clip, place.group
         assert not spec.clip or spec.qk_norm != "head", "norms of heads are fused with what comes behind the clamp"
-        norms: list[Norm | None] = [_qk_norm(spec, config, sizes[part], head, place) for part in ("q", "k")]
+        norms: list[Norm | None] = [_qk_norm(spec, config, size, head, place) for size in (queries, sizes["k"])]
         fused_norms = [norm if isinstance(norm, RMSNorm) and spec.qk_norm == "head" else None for norm in norms]
         self.q_norm, self.k_norm = norms if fused_norms == [None, None] else (None, None)
         self.attention = Attention(
             self.heads[0],
-            self.heads[1],
+            self.heads[-1],
             dim,
             layer,
             rotary,
@@ -94,7 +103,7 @@ class AttentionBlock(nn.Module):
         wanted: Tensor | None,
     ) -> Tensor | None:
         """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
-        query, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
+        query, *gate, key, value = self.qkv(x).view(x.shape[0], -1, self.head_dim).split(self.heads, dim=1)
         if self.q_norm is not None and self.k_norm is not None:
             pairs = [(self.q_norm, query), (self.k_norm, key)]
             if self.qk_norm == "width":
@@ -108,6 +117,8 @@ class AttentionBlock(nn.Module):
             for heads in (query, key, value):
                 heads.clamp_(-self.clip, self.clip)
         attended = self.attention(query, key, value, positions, batch, last_only=wanted is not None)
+        if gate:
+            attended *= torch.sigmoid(gate[0].reshape(attended.shape))
         if wanted is not None:
             return self.output(attended.index_select(0, wanted))
         return self.output.add_to(residual, attended)

@@ -1,4 +1,4 @@
-"""The decoder-only models that are served: what stands around attention and MLP, as the specs of the layers say."""
+"""The decoder-only models that are served: what stands around mixer and MLP, as the specs of the layers say."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor, nn
 
 from ...kernels.sampling.argmax import best_of_pieces, of_pieces
 from ..describe.model_config import ModelConfig
-from ..families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..families.layer_spec import DeltaSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..families.rope_config import RopeConfig
 from ..layers.attention import Attention, AttentionBatch
+from ..layers.delta import DeltaNet
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head
 from ..layers.norm import NoNorm, Norm, make_norm
@@ -19,23 +21,25 @@ from ..layers.routing import watch
 from ..parallel.group import ALONE, Group
 from ..quant.weights import Placement, WeightMap, keep_at_hand
 from .attention_block import AttentionBlock
+from .delta_block import DeltaBlock
 from .latent_attention import LatentAttentionBlock
 from .mlp import MLP, Mixture
 from .model import Features
 
+Mixer = AttentionBlock | LatentAttentionBlock | DeltaBlock
 _AFTER = ("post", "both")  # places of norms, where what is added to the residual stream is normed first
 
 
-def make_attention(
-    spec: AttentionSpec | LatentAttentionSpec,
-    config: ModelConfig,
-    layer: int,
-    rotary: RotaryEmbedding,
-    place: Placement,
-) -> AttentionBlock | LatentAttentionBlock:
-    if isinstance(spec, LatentAttentionSpec):
-        return LatentAttentionBlock(spec, config, layer, rotary, place)
-    return AttentionBlock(spec, config, layer, rotary, place)
+Rotations = dict[tuple[RopeConfig | None, int], RotaryEmbedding]  # by how, and how many elements of a head
+
+
+def make_mixer(spec: LayerSpec, config: ModelConfig, layer: int, rotations: Rotations, place: Placement) -> Mixer:
+    if isinstance(spec.mixer, DeltaSpec):
+        return DeltaBlock(spec.mixer, config, place)
+    rotary = rotations[spec.mixer.rope, spec.mixer.rotary_dim]
+    if isinstance(spec.mixer, LatentAttentionSpec):
+        return LatentAttentionBlock(spec.mixer, config, layer, rotary, place)
+    return AttentionBlock(spec.mixer, config, layer, rotary, place)
 
 
 def make_mlp(spec: MLPSpec | MoESpec, hidden: int, place: Placement) -> MLP | Mixture:
@@ -45,11 +49,11 @@ def make_mlp(spec: MLPSpec | MoESpec, hidden: int, place: Placement) -> MLP | Mi
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then MLP, each added to the residual stream, which travels beside the activations: so each addition
+    """Mixer, then MLP, each added to the residual stream, which travels beside the activations: so each addition
     is fused with the norm that follows it, or with the product before where no norm comes between."""
 
     def __init__(
-        self, spec: LayerSpec, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
+        self, spec: LayerSpec, config: ModelConfig, layer: int, rotations: Rotations, place: Placement
     ) -> None:
         super().__init__()
         before = config.layers[layer - 1].residual_scale if layer else 1.0  # of what comes in to be added
@@ -62,29 +66,29 @@ class DecoderLayer(nn.Module):
         # A product may add to the residual stream itself, where it is no summand of this rank.
         self.adds_to_residual = not after and scale == 1.0 and place.tp_size == 1
         self.group = place.group if after else ALONE
-        self.attention_norm = norm(first, before, summands(config, layer - 1, place))
-        self.attention = make_attention(spec.attention, config, layer, rotary, place)
-        self.attention_after = _norm(config, place) if after else None
+        self.mixer_norm = norm(first, before, summands(config, layer - 1, place))
+        self.mixer = make_mixer(spec, config, layer, rotations, place)
+        self.mixer_after = _norm(config, place) if after else None
         self.mlp_norm = None if parallel else norm(first, scale, summands(config, layer, place))
         self.mlp = make_mlp(spec.mlp, config.hidden_size, place)
         self.mlp_after = _norm(config, place) if after else None
         # A router norms what it reads where nothing is left to be added before.
-        self.attention.output.adds_few_rows = isinstance(self.mlp, Mixture)
+        self.mixer.output.adds_few_rows = isinstance(self.mlp, Mixture)
         # The modules that alone, or first, read what each norm makes.
-        reader = self.attention.qkv if isinstance(self.attention, AttentionBlock) and not parallel else None
+        reader = self.mixer.qkv if isinstance(self.mixer, AttentionBlock) and not parallel else None
         self._readers = (reader, self.mlp.gate_up if isinstance(self.mlp, MLP) else self.mlp.router)
         keep_at_hand(self)
 
     def weight_map(self, prefix: str) -> WeightMap:
         norms = {
-            "input_layernorm": self.attention_norm,
-            "post_self_attn_layernorm": self.attention_after,
+            "input_layernorm": self.mixer_norm,
+            "post_self_attn_layernorm": self.mixer_after,
             "post_attention_layernorm": self.mlp_norm,
             "post_mlp_layernorm": self.mlp_after,
         }
         return {
             **{f"{prefix}.{name}": (norm, "") for name, norm in norms.items() if isinstance(norm, Norm)},
-            **self.attention.weight_map(f"{prefix}.self_attn"),
+            **self.mixer.weight_map(f"{prefix}.{self.mixer.name}"),
             **self.mlp.weight_map(f"{prefix}.mlp"),
         }
 
@@ -94,17 +98,17 @@ class DecoderLayer(nn.Module):
         """x: what is still to be added to residual [T, hidden], which is updated in place; → the same of the next.
         Where ranks share the model, x is a summand of what is added, until a norm comes.
 
-        `wanted` int32 [N], last tokens of requests: only they go on once the cache has all keys and values.
+        `wanted` int32 [N], last tokens of requests: only they go on once the cache, or the state, has all tokens.
         """
-        of_attention, of_mlp = self._readers
-        normed, residual = self.attention_norm(x, residual, of_attention)
-        x = self.attention(normed, residual if self.adds_to_residual else None, positions, batch, wanted)
-        if self.attention_after is not None:
+        of_mixer, of_mlp = self._readers
+        normed, residual = self.mixer_norm(x, residual, of_mixer)
+        x = self.mixer(normed, residual if self.adds_to_residual else None, positions, batch, wanted)
+        if self.mixer_after is not None:
             x = self.group.all_reduce(x)
-            self.attention_after.in_place(x)
+            self.mixer_after.in_place(x)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
-        if self.mlp_norm is None:  # of what attention has seen, too
+        if self.mlp_norm is None:  # of what the mixer has seen, too
             normed = normed if wanted is None else normed.index_select(0, wanted)
         else:
             normed, residual = self.mlp_norm(x, residual, of_mlp)
@@ -121,7 +125,7 @@ def _norm(config: ModelConfig, place: Placement, scale: float = 1.0, group: Grou
 
 
 def summands(config: ModelConfig, layer: int, place: Placement) -> Group:
-    """The ranks that each have a summand of what this layer's attention or MLP adds to the residual stream, where it
+    """The ranks that each have a summand of what this layer's mixer or MLP adds to the residual stream, where it
     has not been normed, and therefore summed, before."""
     return ALONE if config.layers[layer].norms in _AFTER else place.group
 
@@ -139,13 +143,13 @@ class CausalLM(nn.Module):
         self.config, self.place = config, place
         self.stage, self.indices = place.stage, place.stage.indices(len(config.layers))
         specs = [config.layers[index] for index in self.indices]
-        rotations = {(spec.attention.rope, spec.attention.rotary_dim) for spec in specs}
-        self.rotary = {pair: RotaryEmbedding(*pair, max_len, place.device) for pair in rotations}
+        rotations = {(spec.rope, spec.rotary_dim) for layer in specs if (spec := layer.attention) is not None}
+        self.rotary: Rotations = {pair: RotaryEmbedding(*pair, max_len, place.device) for pair in rotations}
         self.embedding: Embedding | None = None
         if self.stage.is_first or (self.stage.is_last and config.tie_word_embeddings):
             self.embedding = Embedding(config.vocab_size, config.hidden_size, place, config.frame.embedding_scale)
         self.layers = nn.ModuleList(
-            DecoderLayer(spec, config, index, self.rotary[spec.attention.rope, spec.attention.rotary_dim], place)
+            DecoderLayer(spec, config, index, self.rotary, place)
             for index, spec in zip(self.indices, specs, strict=True)
         )
         last, scale = self.indices[-1], specs[-1].residual_scale
@@ -202,7 +206,7 @@ class CausalLM(nn.Module):
         wanted: Tensor | None,
     ) -> Tensor:  # fmt: skip
         for index, layer in enumerate(self._layers):
-            if x is not None and index in features.layers and (group := layer.attention_norm.group).size > 1:
+            if x is not None and index in features.layers and (group := layer.mixer_norm.group).size > 1:
                 residual.add_(group.all_reduce(x))  # of all ranks' summands
                 x = None
             features.before_layer(index, x, residual)
@@ -236,11 +240,14 @@ class CausalLM(nn.Module):
         return logits
 
     def kv_specs(self) -> list[KVSpec]:
-        """What each layer of this rank keeps in the KV cache."""
+        """What each layer of this rank with attention keeps in the KV cache."""
         return [attention.spec for attention in self.attention_layers()]
 
     def attention_layers(self) -> list[Attention]:
-        return [layer.attention.attention for layer in self._layers]
+        return [layer.mixer.attention for layer in self._layers if not isinstance(layer.mixer, DeltaBlock)]
+
+    def state_layers(self) -> list[DeltaNet]:
+        return [layer.mixer.delta for layer in self._layers if isinstance(layer.mixer, DeltaBlock)]
 
     def weight_map(self) -> WeightMap:
         """Every module path of the checkpoint whose tensors must be loaded."""

@@ -70,6 +70,8 @@ class LatentAttentionBlock(nn.Module):
     q · (W_k c) = (W_kᵀ q) · c: the key's expansion moves to the query, and the value's behind the attention.
     """
 
+    name = "self_attn"  # in the checkpoint
+
     def __init__(
         self, spec: LatentAttentionSpec, config: ModelConfig, layer: int, rotary: RotaryEmbedding, place: Placement
     ) -> None:

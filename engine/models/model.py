@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ..describe.model_config import ModelConfig
 from ..families.layer_spec import KVSpec
 from ..layers.attention import Attention, AttentionBatch
+from ..layers.delta import DeltaNet
 from ..layers.head import Head
 from ..quant.weights import Placement, WeightMap
 
@@ -66,7 +67,11 @@ class Model(Loadable, Protocol):
         ...
 
     def kv_specs(self) -> list[KVSpec]:
-        """What each layer of this rank keeps in the KV cache."""
+        """What each layer of this rank with attention keeps in the KV cache."""
+        ...
+
+    def state_layers(self) -> list[DeltaNet]:
+        """All that want memory for states bound, in the order of layers."""
         ...
 
     def modules(self) -> Iterator[nn.Module]: ...

@@ -104,6 +104,6 @@ class PackedAttention(nn.Module):
 def attend_both_ways(model: CausalLM) -> None:
     """Once its weights are there."""
     for layer in model.layers:
-        block = layer.attention
+        block = layer.mixer
         assert isinstance(block, AttentionBlock)
         block.attention = PackedAttention(block.attention)  # type: ignore[assignment]

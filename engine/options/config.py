@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import lcm
 
 from ..errors import ConfigError
 from . import config_checks as checks
@@ -127,6 +128,20 @@ class EngineConfig:
         "size of the KV cache in bytes (default: what is left on a GPU, 1 GiB on the CPU)",
         group="cache",
         bounds=POSITIVE,
+    )
+    mamba_ssm_cache_dtype: str = option(
+        "auto",
+        "of the recurrent states of models that have such; float16: half the memory of float32, rounded at each token; "
+        "auto: what the checkpoint asks for",
+        choices=("auto", "float32", "float16", "bfloat16"),
+        group="cache",
+    )
+    state_cache_fraction: float = option(
+        0.25,
+        "share of the cache's memory, beside the states of running requests, that keeps snapshots of recurrent states, "
+        "by which later requests find a prefix; the blocks have the rest",
+        group="cache",
+        bounds=Bounds(0, 0.9, note="it is a share"),
     )
     num_gpu_blocks_override: int | None = option(
         None, "number of blocks of the KV cache, whatever fits", group="cache", bounds=POSITIVE
@@ -369,6 +384,14 @@ class SchedulerConfig:
     max_drafts: int = 0  # tokens that are drafted for a request in a step, at most
     draft_depths: tuple[tuple[int, int], ...] = ()  # (up to so many running requests, drafts of each)
     drafts_with_grammars: bool = True  # not where drafts hold whatever the masks say
+    num_state_slots: int = 0  # of recurrent state, the null slot included; 0: the model has none
+    state_snapshot_tokens: int = 64  # at multiples of which states are kept for later requests
+
+    @property
+    def grain(self) -> int:
+        """Tokens at multiples of which chunks of prompts end, and prefixes that are found; 1: no recurrent state says
+        where, and blocks alone do."""
+        return lcm(self.state_snapshot_tokens, self.block_size) if self.num_state_slots else 1
 
 
 def default_cpu_threads() -> int:

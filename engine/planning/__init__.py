@@ -8,6 +8,7 @@ settings: what the engine runs with
 setup: one engine on cards that are not here
 shape: what one rank has of a model, in numbers of a token or of a step
 simulation: the real scheduler under a virtual clock
+state_slots: how the memory of a cache is divided between blocks and recurrent states
 step_model: how long a card is likely to take for a step, by its numbers or fitted to measured ones
 weight_size: what weights will take in memory, those of a drafting model too, known from headers
 """

@@ -27,6 +27,7 @@ from ..parallel.pipeline import stage_of
 from ..speculation.model_drafter import ModelDrafter
 from ..step.runner import ModelRunner
 from .host_memory import GIB, gib, machine_bytes
+from .state_slots import StateSlots, beside_blocks, divide_cache, wanted_bytes
 
 if TYPE_CHECKING:
     from ..step.encoder_runner import EncoderRunner
@@ -45,7 +46,7 @@ def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: in
 
 def _width(layer: LayerSpec) -> int:
     """Values of a token that its widest block has at once."""
-    return max(layer.attention.width, layer.mlp.width)
+    return max(layer.mixer.width, layer.mlp.width)
 
 
 def row_bytes(max_num_seqs: int, max_model_len: int, layout: KVLayout) -> int:
@@ -102,12 +103,17 @@ class MemoryPlan:
     max_model_len: int
     layout: KVLayout
     notices: tuple[str, ...] = ()
+    states: StateSlots | None = None  # None: no layer keeps a recurrent state
     tightest: str = ""  # of several ranks, the one whose numbers these are: the others have as much room or more
 
     @property
     def needed(self) -> int:
-        """Bytes beside the cache."""
-        return self.weights + self.activations + self.graphs + self.other
+        """Bytes beside the blocks of the cache."""
+        return self.weights + self.activations + self.graphs + self.other + self.state_bytes
+
+    @property
+    def state_bytes(self) -> int:
+        return 0 if self.states is None else self.states.num_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -127,6 +133,7 @@ class MemoryPlan:
             ("weights", gib(self.weights)),
             *((name, gib(size)) for name, size in beside if size),  # on the CPU: no graphs
             *((("tightest", self.tightest),) if self.tightest else ()),
+            *((("recurrent states", self.states.describe()),) if self.states is not None else ()),
             ("KV cache", f"{gib(self.cache)} = {blocks} = {self.num_tokens} tokens"),
             *((("KV groups", self._kept()),) if any(self.layout.windows) else ()),
             ("in all", f"{gib(self.needed + self.cache)} of {gib(self.budget)}"),
@@ -165,6 +172,7 @@ def plan_memory(
     block_bytes = layout.block_bytes(dtype.itemsize)
     each = block_bytes + layout.page_bytes  # with its tokens, which are counted beside the cache
     weights = weight_bytes(runner.model, runner.model_drafter)
+    slot_bytes = 0 if runner.cache.states is None else runner.cache.states.slot_bytes(dtype.itemsize)
     if runner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         adapted = runner.adapters is not None  # what their sums need, too
@@ -191,11 +199,19 @@ def plan_memory(
         other += 0 if runner.adapters is None else runner.adapters.num_bytes
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
         wanted = 2 * runner.max_num_seqs * layout.request_blocks(runner.max_model_len, chunk) * each
+        wanted = wanted_bytes(wanted, slot_bytes, config, runner.max_num_seqs) if slot_bytes else wanted
         available = min(CPU_CACHE_BYTES, wanted, budget - weights - activations - other)
         advice = "raise --kv-cache-memory-bytes"
     if config.kv_cache_memory_bytes is not None:
         available, each = config.kv_cache_memory_bytes, block_bytes
         advice = f"raise --kv-cache-memory-bytes (now {config.kv_cache_memory_bytes})"
+    states: StateSlots | None = None
+    if slot_bytes and config.num_gpu_blocks_override is not None:
+        named = config.num_gpu_blocks_override
+        states = beside_blocks(named, slot_bytes, block_bytes, config, runner.max_num_seqs)
+    elif slot_bytes:
+        states = divide_cache(available, slot_bytes, each, config, runner.max_num_seqs, advice)
+        available -= states.num_bytes
     num_blocks = max(0, available) // each
     if runner.device.type == "cuda" and config.fits_cache:
         advice += _ranks(runner, config, weights, available)
@@ -207,7 +223,8 @@ def plan_memory(
     cache = num_blocks * block_bytes
     other += num_blocks * layout.page_bytes
     plan = _tightest(runner, world or runner.model.place.group, MemoryPlan(
-        total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len, layout
+        total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len, layout,
+        states=states,
     ))  # fmt: skip
     if runner.device.type == "cpu" and plan.needed + plan.cache > plan.budget:
         raise ConfigError(_too_large(config, plan, block_bytes))
@@ -343,7 +360,7 @@ def plan_encoder(runner: EncoderRunner, config: EngineConfig, settings: Schedule
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:
         total = budget = machine_bytes()
-        widest = max(max(layer.attention.width, layer.mlp.width) for layer in runner.model.config.layers)
+        widest = max(max(layer.mixer.width, layer.mlp.width) for layer in runner.model.config.layers)
         activations = 4 * num_tokens * (3 * runner.model.config.hidden_size + widest)
         other, advice = 0, "take a smaller model"
     plan = MemoryPlan(total, budget, weights, activations, 0, other, 0, num_texts + 1, length, runner.layout)

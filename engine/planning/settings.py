@@ -22,6 +22,7 @@ from ..options.config import EngineConfig, SchedulerConfig
 from ..options.speculation import NO_DRAFTS, Speculation, read_speculation
 from ..schedule.planner import FEW_DECODES
 from .memory import MemoryPlan
+from .state_slots import check_state_heads, choose_state_dtype, seqs_beside_chunk, state_dtype
 
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
 LARGE_CHUNKS = (2, 4)
@@ -56,6 +57,7 @@ class Settings(SchedulerConfig):
     dtype: torch.dtype
     exact: bool  # one more precise than bfloat16 was named: on the CPU no product with codes computes in less
     model_impl: str  # vserve or transformers
+    mamba_ssm_cache_dtype: str  # of recurrent states, where there are any
     kv_cache_dtype: str  # the activations' type, fp8_e4m3 or fp8_e5m2
     calculate_kv_scales: bool
     pipeline_layer_partition: str  # layers of the stages, as they are; "" of one
@@ -70,6 +72,11 @@ class Settings(SchedulerConfig):
     @property
     def device(self) -> torch.device:
         return self.machine.device
+
+    @property
+    def state_dtype(self) -> torch.dtype:
+        """Of recurrent states, where there are any."""
+        return state_dtype(self.mamba_ssm_cache_dtype)
 
     @property
     def mixed_step(self) -> int:
@@ -91,7 +98,8 @@ class Settings(SchedulerConfig):
 
     def fit(self, plan: MemoryPlan) -> Fitted:
         """The same with what fits the memory."""
-        cut = plan.max_model_len < self.max_model_len
+        cut: tuple[str, ...] = ("max_model_len",) if plan.max_model_len < self.max_model_len else ()
+        states, seqs, slots = plan.states, self.max_num_seqs, 0
         notices, seed, format = plan.notices, self.prefix_cache_seed, plan.layout.format
         if not self.enable_chunked_prefill and self.max_num_batched_tokens < plan.max_model_len:
             notices += (
@@ -100,12 +108,22 @@ class Settings(SchedulerConfig):
             )
         if seed and format.code:  # equal keys are to mean equal bytes in all engines of a fleet
             seed = f"{seed}\0{format.code}{format.token_scales:d}"
+        if states is not None:
+            slots, seqs = states.count, min(seqs, states.running)
+        if seqs < self.max_num_seqs:
+            cut += ("max_num_seqs",)
+            notices += (
+                f"max_num_seqs lowered to {seqs}: that many recurrent states take a third of the cache; "
+                "name --max-num-seqs for more",
+            )
         fitted = {
             "max_model_len": plan.max_model_len,
+            "max_num_seqs": seqs,
+            "num_state_slots": slots,
             "num_blocks": plan.num_blocks,
             "windows": plan.layout.windows,
             "prefix_cache_seed": seed,
-            "reduced": ("max_model_len", *self.reduced) if cut else self.reduced,
+            "reduced": (*cut, *self.reduced),
             "notices": notices,
         }
         return Fitted(**(vars(self) | fitted), plan=plan)
@@ -126,7 +144,7 @@ class Fitted(Settings):
             "lora_target_modules": " ".join(self.config.lora_target_modules),
             "device": self.machine.name,
             "cpu_threads": self.machine.cpu_threads,
-            "kv_cache_memory_bytes": self.plan.cache,
+            "kv_cache_memory_bytes": self.plan.cache + self.plan.state_bytes,
             "num_gpu_blocks_override": self.plan.num_blocks - 1,
         }
         return {name: value for name, value in (public | changed).items() if value is not None}
@@ -145,6 +163,7 @@ class Fitted(Settings):
                 "graphs": plan.graphs,
                 "other": plan.other,
                 "kv_cache": plan.cache,
+                **({"states": plan.state_bytes} if plan.states is not None else {}),
             },
             "kv_cache": {
                 "dtype": self.kv_cache_dtype,
@@ -173,6 +192,11 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Setti
     stages = config.pipeline_parallel_size
     check_stages(model, stages, config.stage_layers)
     tokens, seqs, reduced, notices = resolve_limits(config, machine, mixture)
+    if device.type == "cuda":
+        check_state_heads(model)
+    if model.has_state and (fewer := seqs_beside_chunk(config, tokens, seqs)) < seqs:
+        notices += (f"max_num_seqs lowered to {fewer}: a step of {tokens} tokens has room for a prompt's beside these",)
+        seqs, reduced = fewer, (*reduced, "max_num_seqs")
     if config.enable_expert_parallel and not mixture and model.foreign is None:
         notices += ("--enable-expert-parallel changes nothing: this model has no experts",)
     length = choose_max_model_len(config, model)
@@ -191,6 +215,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Setti
         "dtype": dtype,
         "exact": config.dtype != "auto" and dtype != torch.bfloat16,
         **vars(KVSettings.of(config, model, _name(dtype))),
+        "mamba_ssm_cache_dtype": choose_state_dtype(config, model),
         "pipeline_layer_partition": _partition(config, model),
         "context_cost": context_cost(model) if stages > 1 else 0.0,
         "max_loras": loras,
@@ -319,6 +344,11 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
     speculation = read_speculation(config.speculative_config)
     if speculation is None:
         return NO_DRAFTS
+    if model.has_state:
+        raise ConfigError(
+            f"--speculative-config: {model.architecture} keeps recurrent states, beside which nothing is drafted: "
+            "leave it out"
+        )
     if not model.generates:
         raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")
     if speculation.acceptance and config.load_format != "dummy":

@@ -11,7 +11,8 @@ import torch
 from ..cache.kv_format import KVFormat, planned_format
 from ..cache.kv_layout import KVLayout
 from ..cache.latent_prompts import LatentPrompts
-from ..describe.divide import check_divides, kv_share, stage_layers
+from ..cache.states import StateLayout
+from ..describe.divide import check_divides, kv_shares, stage_layers
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..files.checkpoint import checkpoint_bytes
@@ -23,6 +24,7 @@ from .host_memory import GIB, gib
 from .memory import LOGIT_COPIES, MemoryPlan
 from .settings import Machine, Settings, choose_dtype, resolve
 from .shape import Weights, kept_weights, shape_of
+from .state_slots import StateSlots, divide_cache
 from .step_model import Costs, StepModel
 from .weight_size import weight_size
 
@@ -73,6 +75,7 @@ class _Room:
     cache: int
     blocks: int
     layout: KVLayout
+    states: StateSlots | None
 
 
 def weights_of(model: ModelConfig, config: EngineConfig, card: Card) -> Weights:
@@ -118,8 +121,9 @@ def set_up(
         raise TooLarge(_too_large(config, card, tightest, longest))
     length = min(settings.max_model_len, longest)
     plan = MemoryPlan(
-        card.memory, card.memory, tightest.weights, tightest.step, 0, 0, tightest.cache, blocks, length, layout
-    )
+        card.memory, card.memory, tightest.weights, tightest.step, 0, 0, tightest.cache, blocks, length, layout,
+        states=tightest.states,
+    )  # fmt: skip
     tokens = plan.num_tokens
     # Of a tiny model millions fit, of which no load needs more than these; a pool of all would take minutes to make.
     most = 1 + 2 * settings.max_num_seqs * layout.request_blocks(length, chunk)
@@ -139,7 +143,7 @@ def _room(
     """What is left for the cache once weights and the largest step have theirs."""
     item, tokens = settings.dtype.itemsize, settings.max_num_batched_tokens
     ranks = config.tensor_parallel_size
-    widest = max(max(layer.attention.width, layer.mlp.width) for layer in model.layers) // ranks
+    widest = max(max(layer.mixer.width, layer.mlp.width) for layer in model.layers) // ranks
     step = item * tokens * (2 * model.hidden_size + widest)
     if stage.is_last:
         step += 4 * LOGIT_COPIES * settings.max_num_seqs * model.vocab_size // 2
@@ -152,13 +156,17 @@ def _room(
     cache = int(card.memory * config.gpu_memory_utilization) - weights - step
     if config.kv_cache_memory_bytes is not None:
         cache = min(config.kv_cache_memory_bytes, card.memory - weights - step)
-    specs = [kv_share(model, index, ranks) for index in range(len(model.layers))]
+    specs = kv_shares(model, ranks)
     layout = KVLayout.of(specs, config.block_size, settings.max_model_len, format)
     if stage.count > 1:
-        layers = stage.indices(len(specs))
+        layers = stage.indices(len(model.layers))
         layout = layout.of_stage([specs[index] for index in layers], layers)
-    blocks = max(0, cache) // (layout.block_bytes(item) + layout.page_bytes)
-    return _Room(weights, step, cache, blocks, layout)
+    each, states = layout.block_bytes(item) + layout.page_bytes, None
+    if (slots := StateLayout.of(model.state_specs(), 0, settings.state_dtype)) is not None:
+        advice = f"take another card than {card.name}"
+        states = divide_cache(cache, slots.slot_bytes(item), each, config, settings.max_num_seqs, advice)
+        cache -= states.num_bytes
+    return _Room(weights, step, cache, max(0, cache) // each, layout, states)
 
 
 def _too_large(config: EngineConfig, card: Card, room: _Room, longest: int) -> str:

@@ -10,7 +10,7 @@ from math import prod
 import torch
 
 from ..cache.kv_format import KVFormat
-from ..describe.divide import kv_share, whole_experts
+from ..describe.divide import kv_shares, whole_experts
 from ..describe.model_config import ModelConfig
 from ..families.layer_spec import AttentionSpec, LayerSpec, MoESpec
 from ..layers.embedding import LMHead
@@ -64,15 +64,13 @@ class Shape:
     moved: float  # numbers that layers make of a token on their way; each is written and read
     kv_bytes: float  # a token, all layers
     pair_flops: float  # of attention, a query and a key, all layers
-    windows: tuple[int, ...]  # of each layer; 0: none
+    windows: tuple[int, ...]  # of each layer with attention; 0: none
+    num_layers: int
+    state_bytes: float = 0.0  # of a request's recurrent states
     hidden: int = 0  # numbers of a row that ranks sum, and stages send
     head_rows: int = 0  # of the output matrix
     ranks: int = 1
     num_sums: int = 0  # over ranks, of a row in a step
-
-    @property
-    def num_layers(self) -> int:
-        return len(self.windows)
 
     @property
     def num_weights(self) -> int:
@@ -106,7 +104,7 @@ def shape_of(
             num_experts = routing.num_experts // size if whole else routing.num_experts
             chosen = routing.top_k / (size if whole else 1)
             expert += 3 * spec.inner * hidden / (1 if whole else size)
-    kept = sum(kv_share(model, index, size).token_elements for index in indices)
+    kept = sum(spec.token_elements for spec in kv_shares(model, size, indices))
     return Shape(
         weights=weights,
         dense=max(0.0, _parameters(model, layers, size, expert_parallel, head + beside) - expert * num_experts),
@@ -118,7 +116,9 @@ def shape_of(
         moved=sum(_moved(layer, hidden, size) for layer in layers),
         kv_bytes=kept * format.item_bytes(weights.item),
         pair_flops=sum(_pair_flops(layer) for layer in layers) / size,
-        windows=tuple(layer.attention.window for layer in layers),
+        windows=tuple(layer.attention.window for layer in layers if layer.attention is not None),
+        num_layers=len(layers),
+        state_bytes=4.0 * sum(layer.state.elements for layer in layers if layer.state is not None) / size,
         hidden=hidden,
         head_rows=rows,
         ranks=size,
@@ -139,7 +139,8 @@ def _parameters(model: ModelConfig, layers: list[LayerSpec], size: int, expert_p
 
 
 def _pair_flops(layer: LayerSpec) -> float:
-    spec = layer.attention
+    if (spec := layer.attention) is None:
+        return 0.0
     if isinstance(spec, AttentionSpec):
         return 2 * spec.num_heads * (spec.head_dim + (spec.value_dim or spec.head_dim))
     return 2 * spec.num_heads * (spec.kv.head_dim + spec.kv.value_dim)
@@ -148,7 +149,7 @@ def _pair_flops(layer: LayerSpec) -> float:
 def _moved(layer: LayerSpec, hidden: int, size: int) -> float:
     """Rows of the residual stream pass two norms, whatever the ranks; of a mixture each chosen expert's result does."""
     results = layer.mlp.routing.top_k * hidden if isinstance(layer.mlp, MoESpec) else 0
-    return 6 * hidden + 2 * results + (layer.attention.width + layer.mlp.width) / size
+    return 6 * hidden + 2 * results + (layer.mixer.width + layer.mlp.width) / size
 
 
 def kept_weights(model: ModelConfig, dtype: torch.dtype, codes: bool = True) -> Weights:

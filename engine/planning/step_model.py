@@ -55,7 +55,7 @@ class StepModel:
         self.shape, self.card, self.costs = shape, card, costs or Costs()
         self.link, self.way = card.joined(shape.ranks), card.joined(cards)  # between ranks, and to the next stage
         count = shape.windows.count
-        self._full = count(0) / len(shape.windows)  # share of the layers
+        self._full = count(0) / len(shape.windows)  # share of the layers with attention
         self._share = [(window, count(window) / len(shape.windows)) for window in set(shape.windows)]
 
     def seconds(self, plan: StepPlan, shared: int = 0) -> float:
@@ -70,6 +70,7 @@ class StepModel:
             self.product_seconds(tokens, plan.num_samples)
             + self.attention_seconds(contexts, pairs)
             + self.moving_seconds(tokens)
+            + self.state_seconds(len(plan.rows))
             + self.sum_seconds(tokens, plan.num_samples if shape.head else 0)
             + costs.step + costs.row * len(plan.rows)
         )  # fmt: skip
@@ -105,6 +106,10 @@ class StepModel:
         costs, shape = self.costs, self.shape
         read = costs.cache * contexts * shape.kv_bytes / self.card.bandwidth
         return read + costs.attention * pairs * shape.pair_flops / self.card.products
+
+    def state_seconds(self, rows: int) -> float:
+        """Of recurrent states, each read and written once."""
+        return self.costs.cache * 2 * rows * self.shape.state_bytes / self.card.bandwidth
 
     def moving_seconds(self, tokens: int) -> float:
         """Norms, activations, the cache's writes."""

@@ -117,7 +117,12 @@ def _ranks(config: EngineConfig, model: ModelConfig, size: int, room: int) -> It
 def _stages(config: EngineConfig, model: ModelConfig, size: int, room: int) -> Iterable[str]:
     """As _ranks; whole layers are dealt out, so that it is not quite as even."""
     now = config.pipeline_parallel_size
-    if model.foreign is None and model.causal and not drafts_by_model(config.speculative_config):
+    if (
+        model.foreign is None
+        and model.causal
+        and not model.has_state
+        and not drafts_by_model(config.speculative_config)
+    ):
         for count in range(now + 1, min(len(model.layers), MOST) + 1):
             if (each := size * now // count) <= room * EVEN:
                 yield f"set --pipeline-parallel-size {count} (about {gib(each)} a card)"

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from .codes import Codes
 
-ROUTERS = ("gate", "router", "shared_expert_gate")  # of mixtures: small, and their rounding sends tokens elsewhere
+# Small, and their rounding sends tokens elsewhere; or, of delta nets, decides for long what a state keeps.
+ROUTERS = ("gate", "router", "shared_expert_gate", "in_proj_a", "in_proj_b", "in_proj_ba")
 EXPERTS = ("experts", "block_sparse_moe")
 # kind → (the function of quantize.py, the format's name)
 KINDS = {
@@ -60,7 +61,7 @@ class Online:
 
 
 class OnlineScheme:
-    """All matrices but the embedding, the head and routers; or of experts alone.
+    """All matrices but the embedding, the head and what decides (ROUTERS); or of experts alone.
 
     `note`: a line for the start, where something else was asked for.
     """

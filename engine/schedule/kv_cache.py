@@ -8,80 +8,14 @@ from collections.abc import Mapping
 from hashlib import sha256
 from itertools import cycle, groupby
 
-from ..cache.kv_layout import blocks_held, longest_request
+from ..cache.kv_layout import longest_request
 from ..errors import require
 from ..options.config import SchedulerConfig
 from .block_pool import NULL_BLOCK, BlockPool
 from .kv_events import KVEvents
+from .kv_group import KVGroup, kv_groups
 from .request import Request
-
-
-class KVGroup:
-    """Layers that keep the same tokens, and so have a block table of their own for each request.
-
-    A full group (window 0) keeps all. A window group gives back what lies behind its window: the null block takes the
-    place of such a block in the table, which so stays as long as the others' and only ever grows.
-    """
-
-    __slots__ = ("block_size", "chunk", "index", "num_seen", "pool", "suffix", "window")
-
-    def __init__(self, index: int, window: int, block_size: int, chunk: int, pool: BlockPool) -> None:
-        """`chunk`: tokens of a request that a step computes at most."""
-        self.index, self.window, self.block_size, self.chunk, self.pool = index, window, block_size, chunk, pool
-        self.suffix = b"" if index == 0 else index.to_bytes(2, "little")  # of its keys: groups share no content
-        self.num_seen = -(-(window - 1) // block_size)  # blocks before its own that a block's first token sees
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """Blocks that a request of so many tokens has at most at one moment."""
-        return blocks_held(num_tokens, self.window, self.chunk, self.block_size)
-
-    def match(self, keys: list[bytes]) -> list[int]:
-        """The blocks of the longest cached prefix of these keys' blocks; null where a window does not see them.
-
-        Of a prefix, a window group needs only the blocks that the token behind it sees. The longest one therefore is
-        found from its end: after a gap, the prefix ends before it.
-        """
-        find, suffix = self.pool.find, self.suffix
-        blocks: list[int] = []
-        if not self.window:
-            for key in keys:
-                block = find(key + suffix)
-                if block is None:
-                    break
-                blocks.append(block)
-            return blocks
-        length = index = len(keys)
-        while index and len(blocks) < self.num_seen:
-            index -= 1
-            block = find(keys[index] + suffix)
-            if block is None:
-                length, blocks = index, []
-            else:
-                blocks.append(block)
-        return [NULL_BLOCK] * (length - len(blocks)) + blocks[::-1]
-
-    def num_left(self, num_computed_tokens: int) -> int:
-        """Leading blocks that no token behind the computed ones sees."""
-        return max(0, (num_computed_tokens - self.window + 1) // self.block_size) if self.window else 0
-
-    def leave_behind(self, blocks: list[int], left: int, num_computed_tokens: int) -> int:
-        """Gives back the blocks that this request's next tokens do not see; `left` leading ones it has already.
-
-        `num_computed_tokens` counts what was computed before the step that is being planned: a step that is taken back
-        in part (`Scheduler.postpone`) never needs more. Steps in flight may still read what is given back here, and
-        the step being planned may write it, for whoever takes the block. They run in order on one stream, so all reads
-        of the steps before come first. The device's tables keep the old numbers: no kernel reads a key before the
-        window (tests/kernels/test_attention.py holds them to it, with NaN in such blocks).
-        """
-        first = self.num_left(num_computed_tokens)
-        if first <= left:
-            return left
-        self.pool.release(reversed(blocks[left:first]))
-        blocks[left:first] = [NULL_BLOCK] * (first - left)
-        return first
-
-
-Registered = list[tuple[int, bytes]]  # (block, key): what has to be revoked should the step fail
+from .state_group import Registered, StateGroup
 
 
 class BlockTable:
@@ -103,9 +37,9 @@ class KVCacheManager:
         self.caching = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
         chunk, size = config.max_num_batched_tokens, config.block_size
-        self.groups = [KVGroup(i, window, size, chunk, self.pool) for i, window in enumerate(config.windows)]
+        self.groups = kv_groups(config, self.pool)
         self.num_groups = len(self.groups)
-        self.has_windows = any(config.windows)
+        self.state = StateGroup(config) if config.num_state_slots else None  # of layers that keep no tokens
         # Of one request alone.
         self.max_tokens = longest_request(config.windows, config.num_blocks, chunk, size, config.max_model_len)
         self.tables: dict[int, BlockTable] = {}  # by request id
@@ -164,15 +98,28 @@ class KVCacheManager:
         the chunk's blocks are taken. The chunk is what is left to compute, at most `budget` tokens; what is left must
         not be cut if it is at most `whole` tokens. Without `read` nothing is matched. Returns the tokens to compute in
         this step and sets `num_computed_tokens` to the hit; 0, with nothing changed, when refused.
+
+        With recurrent state a slot has to be free, too, and a hit ends where there is a snapshot. Who would hit one
+        that this very plan writes waits for the next plan.
         """
-        pool, size = self.pool, self.block_size
+        pool, size, state = self.pool, self.block_size, self.state
+        if state is not None and not state.pool.num_free:
+            return 0
         num_tokens = len(request.token_ids)
         # At least one token is computed: its logits are needed.
         hits = self._match(request, (num_tokens - 1) // size if read else 0)
+        junction = len(hits[0]) * size
+        if state is not None:
+            while (length := state.match(request.block_hashes[: len(hits[0])])) < len(hits[0]):
+                hits = self._match(request, length)
+            if state.is_coming(request.block_hashes[len(hits[0]) : junction // size]):
+                return 0
         num_hits = len(hits[0])
         remaining = num_tokens - num_hits * size
         num_new = min(remaining, budget)
-        if num_new < remaining <= whole:
+        if state is not None:
+            num_new = state.cut(num_hits * size, num_new, num_tokens, junction - junction % state.grain)
+        if not num_new or num_new < remaining <= whole:
             return 0
         num_missing, needed = -(-num_tokens // size) - num_hits, promised
         for group, blocks in zip(self.groups, hits, strict=True):
@@ -187,6 +134,8 @@ class KVCacheManager:
             for block in blocks[start:] if start else blocks:
                 pool.share(block)
         self.tables[request.id] = BlockTable(hits, left)
+        if state is not None:
+            state.start(request, num_computed, junction)
         self.grow(request, num_computed + num_new)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = request.num_computed_tokens
@@ -195,6 +144,14 @@ class KVCacheManager:
                 self.prefix_hits += request.num_computed_tokens
         return num_new
 
+    def chunk(self, request: Request, most: int) -> int:
+        """Tokens that a step computes of a running request, at most `most`."""
+        computed, target = request.num_computed_tokens, request.target
+        num_new = min(target - computed, most)
+        if self.state is None:
+            return num_new
+        return self.state.cut(computed, num_new, target, self.state.held[request.id].junction)
+
     def grow(self, request: Request, num_tokens: int) -> int:
         """Append blocks until the table holds `num_tokens`. Returns the entries appended; -1, with none: no room."""
         table, pool = self.tables[request.id], self.pool
@@ -202,12 +159,11 @@ class KVCacheManager:
         missing = -(-num_tokens // self.block_size) - len(groups[0])
         if missing <= 0:
             return 0
-        if self.has_windows:
-            computed = request.num_computed_tokens - request.num_in_flight_drafts  # at least
-            for index, group in enumerate(self.groups):
-                if group.window:
-                    left = group.leave_behind(groups[index], table.left[index], computed)
-                    table.left[index] = left
+        computed = request.num_computed_tokens - request.num_in_flight_drafts  # at least
+        table.left = [
+            group.leave_behind(blocks, left, computed)
+            for group, blocks, left in zip(self.groups, groups, table.left, strict=True)
+        ]
         if missing * self.num_groups > pool.num_free:
             return -1
         for blocks in groups:
@@ -224,12 +180,12 @@ class KVCacheManager:
         for blocks, group, left in zip(table.groups, self.groups, table.left, strict=True):
             # A narrow window leaves a block behind before all its tokens are known: then nobody will find it.
             first, suffix = max(start, left), group.suffix
-            pairs = [(block, key + suffix) for block, key in zip(blocks[first:end], hashes[first:end], strict=True)]
+            keys = [key + suffix for key in hashes[first:end]]
             if self.events is not None:
-                self._publish(request, group, first, [key for _, key in pairs])
-            for block, key in pairs:
+                self._publish(request, group, first, keys)
+            for block, key in zip(blocks[first:end], keys, strict=True):
                 self.pool.register(block, key)
-            registered += pairs
+                registered.append((self.pool, block, key))
         table.num_registered = end
 
     def _publish(self, request: Request, group: KVGroup, first: int, keys: list[bytes]) -> None:
@@ -258,9 +214,11 @@ class KVCacheManager:
 
     def revoke(self, registered: Registered) -> None:
         """Forget keys whose content was never computed; a block that has a new key by now keeps it."""
-        for block, key in registered:
-            if self.pool.keys[block] == key:
-                self.pool.revoke(block)
+        for pool, block, key in registered:
+            if pool.keys[block] == key:
+                pool.revoke(block)
+        if self.state is not None:
+            self.state.drop(registered)
 
     def distrust(self, request: Request) -> None:
         """Forget every block with the content of a request's, whether it still runs or not: it may be worthless."""
@@ -268,11 +226,15 @@ class KVCacheManager:
             for group in self.groups:
                 while (block := self.pool.find(key + group.suffix)) is not None:
                     self.pool.revoke(block)
+        if self.state is not None:
+            self.state.distrust(request)
 
     def free(self, request: Request) -> None:
-        """Give up all blocks of a request, its tail first."""
+        """Give up all blocks of a request, its tail first, and its slot."""
         for blocks in self.tables.pop(request.id).groups:
             self.pool.release(reversed(blocks))
+        if self.state is not None:
+            self.state.free(request)
 
     def check_invariants(self, running: Mapping[int, Request], thorough: bool) -> None:
         """Raises InvariantError unless the running requests, and only these, hold blocks.
@@ -286,6 +248,8 @@ class KVCacheManager:
         if not thorough:
             return
         self.pool.check_invariants()
+        if self.state is not None:
+            self.state.check_invariants(running)
         refs = [0] * self.pool.num_blocks
         refs[0] = 1
         for id, table in self.tables.items():

@@ -7,7 +7,7 @@ Prefill, chunk, decode, prefix hit and resuming after a preemption are all that 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from ..adapters.book import AdapterBook
@@ -54,6 +54,7 @@ class Planner:
         for request in step.filled:
             if request in step.scheduled:
                 self.kv.register(request, request.num_computed_tokens + step.scheduled[request], step.registered)
+        self._export(step, step.scheduled)
         if self.num_preemptions == num_preemptions:
             self._admit(step)
         self.num_left = len(self.roster.waiting)
@@ -100,7 +101,7 @@ class Planner:
             decodes = sum(scheduled.values()) if most else len(scheduled)  # tokens of theirs
             if len(scheduled) <= FEW_DECODES:
                 mixed += len(scheduled)
-            mixed = max(large or mixed, decodes + max(1, mixed // 4))
+            mixed = max(large or mixed, decodes + max(self.config.grain, mixed // 4))
             step.limit = min(step.limit, mixed)
         step.budget = step.limit - (sum(scheduled.values()) if most else len(scheduled))
         return prefills
@@ -160,14 +161,17 @@ class Planner:
         if self.sharing is not None:
             self.sharing.begin(step.budget, len(prefills) + len(self.roster.waiting))
         most = step.budget if self.sharing is None else self.sharing.chunk
+        context_cost, grain = self.config.context_cost, self.config.grain
+        unit = max(self.config.block_size, grain)
         for request in prefills:
-            if self.config.context_cost and request.status is RUNNING:
-                room = equal_chunk(
-                    step.budget, request.num_computed_tokens, self.config.context_cost, self.config.block_size
-                )
+            if request.status is not RUNNING:
+                continue
+            if context_cost:
+                room = equal_chunk(step.budget, request.num_computed_tokens, context_cost, unit)
+                room = max(room, min(grain, step.budget))
                 step.limit, step.budget = step.limit - step.budget + room, room
-            num_new = min(request.target - request.num_computed_tokens, step.budget, most)
-            if request.status is not RUNNING or not num_new:
+            num_new = self.kv.chunk(request, min(step.budget, most))
+            if not num_new:
                 continue
             if self._grow(step, request, request.num_computed_tokens + num_new):
                 step.filled.append(request)
@@ -213,8 +217,22 @@ class Planner:
             step.scheduled[request] = num_new
             step.budget -= num_new
             self.kv.register(request, request.num_computed_tokens + num_new, step.registered)
+            self._export(step, [request])
             if sharing is not None:
                 sharing.note(request, request.num_computed_tokens + num_new, self.kv)
+
+    def _export(self, step: Step, requests: Iterable[Request]) -> None:
+        """Snapshots of the recurrent states that these requests pass in this step, which none of them can be preempted
+        out of any more. The last free slot is left to whoever waits."""
+        if (state := self.kv.state) is None:
+            return
+        num_spare = int(bool(self.roster.waiting and self.roster.free_rows))
+        for request in requests:
+            num_new = step.scheduled[request]
+            if num_new == 1 and request.num_computed_tokens % state.interval:
+                continue
+            if (export := state.export(request, num_new, num_spare, step.registered)) is not None:
+                step.exports.append(export)
 
     def _next(self, queue: Iterator[Entry[Request]]) -> Entry[Request] | None:
         """Of the rest of the queue, who may begin; None for nobody. Who may not in its turn may not for the rest of the

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from ..adapters.book import AdapterBook
-from ..errors import require
+from ..errors import ConfigError, require
 from ..link.messages import EngineStats, RequestOutput
 from ..link.plan import NOT_FINITE, NOTHING_ALLOWED, StepPlan, StepResult, TokenLogprobs
 from ..options.config import SchedulerConfig
@@ -28,11 +28,23 @@ class Scheduler:
     """Continuous batching over a paged cache. Which request is in a step with how many tokens, `planner` decides."""
 
     def __init__(self, config: SchedulerConfig) -> None:
+        """Raises ConfigError where steps are too small for what recurrent states need."""
         assert config.max_num_seqs <= config.max_num_batched_tokens, "every running request must be able to decode"
         drafted = (min(most, config.max_num_seqs) * (1 + drafts) for most, drafts in config.draft_depths)
         assert max(drafted, default=0) <= config.max_num_batched_tokens, "and with drafts, too"
         assert 1 + config.depth * config.max_drafts <= config.max_num_batched_tokens, "what windows keep of a request"
         assert config.scheduling_policy in ("fcfs", "priority") and config.depth >= 1
+        if config.num_state_slots:
+            assert not config.max_drafts, "drafts are not folded into recurrent states"
+            assert config.grain > 1, "a prompt's chunk of one token would count as a decode"
+            least = config.max_num_seqs - 1 + config.grain
+            if config.max_num_batched_tokens < least:
+                raise ConfigError(
+                    f"--max-num-batched-tokens {config.max_num_batched_tokens} leaves no room for {config.grain} "
+                    f"tokens of a prompt beside {config.max_num_seqs - 1} requests that decode, and prompts of a model "
+                    f"with recurrent state are cut at multiples of {config.grain}: raise it to {least}, or lower "
+                    "--max-num-seqs"
+                )
         self.config = config
         self.kv = KVCacheManager(config)
         self.roster = Roster(config.max_num_seqs, by_priority=config.scheduling_policy == "priority")
@@ -100,6 +112,8 @@ class Scheduler:
         """
         if len(self.in_flight) >= self.config.depth or not self.has_unfinished():
             return None
+        if self.kv.state is not None:
+            self.kv.state.settle()
         while True:
             num_preemptions = self.planner.num_preemptions
             step = Step(self.num_scheduled_steps, self.config.max_num_batched_tokens)
@@ -313,13 +327,14 @@ class Scheduler:
     def stats(self, device_seconds: float = 0.0, host_seconds: float = 0.0) -> EngineStats:
         """State after the last `update`; the seconds are the caller's to measure."""
         drafts = self.planner.drafting.counts() if self.planner.drafting else {}
+        state = self.kv.state.counts() if self.kv.state is not None else {}
         # Who has come since the last plan may find a place in the next one: a burst would be told of a full queue.
         num_waiting = min(self.planner.num_left, len(self.roster.waiting))
         return EngineStats(
             len(self.roster.running), num_waiting, self.config.num_blocks - 1, self.kv.num_free_blocks,
             self.planner.num_preemptions, self.kv.prefix_queries, self.kv.prefix_hits, self.num_steps, self.step_tokens,
             self.prompt_tokens_computed, device_seconds, host_seconds,
-            num_corrupted_requests=self.num_corrupted_requests, **drafts,
+            num_corrupted_requests=self.num_corrupted_requests, **drafts, **state,
         )  # fmt: skip
 
     def check_invariants(self, thorough: bool = False) -> None:

@@ -23,26 +23,29 @@ class Sharing:
         self._most = config.max_num_partial_prefills
         self._most_long = config.max_long_partial_prefills
         self._long = config.long_prefill_token_threshold
+        self._least = config.grain  # a smaller chunk would be none
         self.chunk = 0  # tokens that a prompt may have of this step
         self.promised = 0  # blocks that prompts in progress still need, which nobody else may be admitted on
         self._open = self._open_long = 0  # prompts in progress behind this step
 
     @classmethod
     def of(cls, config: SchedulerConfig) -> Sharing | None:
-        """None where no option says anything: whoever is first gets all that is left."""
+        """None where no option says anything: whoever is first gets all that is left. Where chunks end in whole grains,
+        a rest of the step is left that the next prompt may use."""
         limits = (
             config.max_num_partial_prefills,
             config.max_long_partial_prefills,
             config.long_prefill_token_threshold,
+            config.num_state_slots,
         )
         return cls(config) if any(limits) else None
 
     def begin(self, budget: int, num_prompts: int) -> None:
         """`num_prompts`: that could use the budget, begun or waiting."""
         shares = min(self._most, num_prompts) or 1
-        self.chunk = max(1, budget // shares)
+        self.chunk = max(self._least, budget // shares)
         if self._long:
-            self.chunk = min(self.chunk, self._long)
+            self.chunk = min(self.chunk, max(self._least, self._long))
 
     def count(self, running: Iterable[Request], step: Step, kv: KVCacheManager) -> None:
         """When the prompts begun earlier are planned: what is in progress, and what it will need."""

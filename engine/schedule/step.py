@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..link.plan import AdapterCopy, BlockWrite, NewRow, StepPlan
-from .kv_cache import KVCacheManager, Registered
+from ..link.plan import AdapterCopy, BlockWrite, NewRow, StateExport, StepPlan
+from .kv_cache import KVCacheManager
 from .request import Request
 from .roster import row_of
+from .state_group import Registered
 
 if TYPE_CHECKING:
     from .prompt_results import PromptResults
@@ -34,6 +35,7 @@ class Step:
     scored: list[tuple[Request, int]] = field(default_factory=list)
     pooled: list[Request | None] = field(default_factory=list)  # whose prompts end here; None: to be thrown away
     adapters: list[AdapterCopy] = field(default_factory=list)  # that get a slot with this step
+    exports: list[StateExport] = field(default_factory=list)  # snapshots that it writes
     constrained: bool = False  # a grammar limits what some row samples
     told: list[Request] = field(default_factory=list)  # whose drafts for the step to come its result brings
 
@@ -59,10 +61,11 @@ class Step:
                 batch += [request for request, num_new in scheduled.items() if num_new != 1]
         new_rows = [
             NewRow(
-                row_of(r), r.id, r.token_ids.tobytes(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling, r.slot
+                row_of(r), r.id, r.token_ids.tobytes(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling, r.slot,
+                *(kv.state.hand_over(r) if kv.state is not None else ()),
             )
             for r in self.admitted
-        ]
+        ]  # fmt: skip
         new_blocks: list[list[BlockWrite]] = [[] for _ in range(kv.num_groups)]
         for request, count in self.appended.items():
             table = kv.tables[request.id]
@@ -100,7 +103,7 @@ class Step:
         scored, pooled = prompts.plan(batch, num_computed, self.scored, self.pooled) if prompts else ([], [])
         return StepPlan(
             self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled,
-            self.num_drafts, self.adapters, told, gone,
+            self.num_drafts, self.adapters, told, gone, self.exports,
         )  # fmt: skip
 
     def _drafting(self) -> list[Request]:

@@ -115,7 +115,7 @@ def check_draft_model(folder: Path, draft: ModelConfig, target: ModelConfig) -> 
     """Raises ModelError where a model does not draft for this target."""
     if draft.vocab_size != target.vocab_size:
         raise ModelError(_other_vocabulary(folder, draft.vocab_size, target.vocab_size))
-    if draft.foreign is not None or not draft.causal or not draft.generates:
+    if draft.foreign is not None or not draft.causal or not draft.generates or draft.has_state:
         raise ModelError(f"{folder}: {draft.architecture} does not draft: use a model such as Llama or Qwen 3")
 
 

@@ -18,6 +18,7 @@ from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..models.attention_block import AttentionBlock
 from ..models.blocks import CausalLM, DecoderLayer, summands
+from ..models.delta_block import DeltaBlock
 from ..models.mlp import MLP
 from ..models.model import Features
 from ..parallel.group import ALONE, Group
@@ -168,8 +169,7 @@ class MTPHead(OnTarget):
         self.features = Features((), hidden, place)
         self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
         self.join = Linear(2 * hidden, {"out": hidden}, place=place)
-        rotary = target.rotary[spec.attention.rope, spec.attention.rotary_dim]
-        self.layer = DecoderLayer(spec, config, len(config.layers) - 1, rotary, place)
+        self.layer = DecoderLayer(spec, config, len(config.layers) - 1, target.rotary, place)
         self.end = NoNorm(spec.residual_scale, summands(config, len(config.layers) - 1, place))
         has = {name: f"{self.prefix}.{name}.weight" in headers for name in ("embed_tokens", "shared_head.head")}
         self.embedding = Embedding(config.vocab_size, hidden, place) if has["embed_tokens"] else None
@@ -198,7 +198,8 @@ class MTPHead(OnTarget):
         return self.target.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
     def attention_layers(self) -> list[Attention]:
-        return [self.layer.attention.attention]
+        assert not isinstance(self.layer.mixer, DeltaBlock), "checked before"
+        return [self.layer.mixer.attention]
 
     def weight_map(self) -> WeightMap:
         prefix = self.prefix

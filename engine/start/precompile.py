@@ -227,6 +227,7 @@ def run_share(config: EngineConfig, count: int, index: int) -> None:
     runner = rank.make_runner(model, settings, format, drafter)
     assert isinstance(runner, ModelRunner)
     runner.bind_cache(1, settings.dtype)
+    runner.bind_states(1)
     more = warm_steps.prompt_steps(runner, settings.max_num_batched_tokens)
     steps = warm_steps.warm_up_steps(settings.max_num_seqs, settings.max_num_batched_tokens, more)[index::count]
     # After its first step a helper meets what others compile in theirs as late as can be: they are ready with sampling

@@ -105,6 +105,11 @@ class Rank:
         config, draft = self._config, None
         if (foreign := described.foreign) is not None:
             logger.info("%s", foreign.log_line(config.model_impl))
+        if described.architecture.endswith("ForConditionalGeneration"):
+            logger.info(
+                "%s is served for text alone: what looks at pictures is not loaded, and pictures are refused",
+                described.architecture,
+            )
         self._settings = settings = resolve(config, described, machine)
         _warn(settings.notices)
         if limits := step_limits(config, settings):
@@ -257,7 +262,7 @@ def make_runner(
     return ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
         block_size=settings.block_size, device=settings.device, kv_format=kv_format,
-        speculation=settings.speculation, model_drafter=drafter,
+        speculation=settings.speculation, model_drafter=drafter, state_dtype=settings.state_dtype,
     )  # fmt: skip
 
 
@@ -282,6 +287,8 @@ def take_memory(
     if fitted.max_model_len != settings.max_model_len:
         runner.make_rows(fitted.max_model_len)
     runner.bind_cache(plan.num_blocks, settings.dtype)
+    if plan.states is not None:
+        runner.bind_states(plan.states.count)
     logger.info("memory:\n%s", plan.table())
     return fitted, graphs
 

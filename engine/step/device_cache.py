@@ -15,6 +15,7 @@ from ..cache.kv_layout import kv_layout
 from ..cache.kv_storage import allocate, allocate_scales
 from ..cache.latent_prompts import LatentPrompts
 from ..cache.rows import RowTables
+from ..cache.states import StateLayout, StateStorage
 from ..models.model import Model
 from ..speculation.model_drafter import ModelDrafter
 
@@ -32,8 +33,10 @@ class DeviceCache:
         block_size: int,
         kv_format: KVFormat,
         device: torch.device,
+        num_drafts: int = 0,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
-        """`max_model_len` may shrink once memory has been planned."""
+        """`num_drafts`: of a request in a step, at most. `max_model_len` may shrink once memory has been planned."""
         self.model_drafter = model_drafter
         self.max_num_seqs = max_num_seqs
         self.max_model_len = max_model_len
@@ -44,6 +47,14 @@ class DeviceCache:
         self.layers = model.attention_layers() + drafting
         self.layout = kv_layout(model, block_size, max_model_len, kv_format, [layer.spec for layer in drafting])
         self.latent_prompts = LatentPrompts.of(model)
+        self.state_layers = model.state_layers()
+        self.states = StateLayout.of([layer.spec for layer in self.state_layers], num_drafts, state_dtype)
+
+    def bind_states(self, num_slots: int) -> StateStorage | None:
+        """Allocates slots for recurrent states; None: no layer keeps one."""
+        if self.states is None:
+            return None
+        return StateStorage(self.states, self.state_layers, num_slots, self.dtype, self.device)
 
     def bind(self, tables: RowTables, num_blocks: int, dtype: torch.dtype) -> PromptPages | None:
         """Allocates the paged cache, and pages for the tokens of its blocks; each layer's comes with the block tables
@@ -66,9 +77,11 @@ class DeviceCache:
         return pages
 
     def unbind(self) -> None:
-        """The layers lose their caches, which come with block tables."""
+        """The layers lose their caches, which come with block tables, and their states."""
         for layer in self.layers:
             layer.bind(None)
+        for state in self.state_layers:
+            state.bind(None, None)
 
     def row_bytes(self, max_model_len: int) -> int:
         """Bytes of the row tables that grow with the context."""

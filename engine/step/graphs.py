@@ -21,7 +21,7 @@ from .graph_table import GraphTable
 class StepGraph:
     shape: Shape
     graph: torch.cuda.CUDAGraph
-    header: Tensor  # int32 [6, width], static: filled before each replay
+    header: Tensor  # int32 [lines, width], static: filled before each replay
     batch: Batch  # static tensors that the replay fills
     hidden: Tensor  # [samples, hidden], static: of the tokens that the header wants
     drafts: DraftGraph | None = None  # to be replayed once the step's tokens are there
@@ -64,7 +64,8 @@ class StepGraphs:
         assert self.builder is not None
         device = self.builder.tables.device
         for shape in self.shapes():
-            header = torch.zeros(6, header_width(shape.samples), dtype=torch.int32, device=device)
+            size = self.builder.header_lines, header_width(shape.samples)
+            header = torch.zeros(size, dtype=torch.int32, device=device)
             # Dummy rows without a token: the capture run must not touch a row.
             header[0] = self.builder.tables.dummy_row
             graph = torch.cuda.CUDAGraph()

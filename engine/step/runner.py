@@ -52,6 +52,7 @@ class ModelRunner:
         kv_format: KVFormat = NUMBERS,
         speculation: Speculation = NO_DRAFTS,
         model_drafter: ModelDrafter | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         self.model = model
         self.model_drafter = model_drafter
@@ -68,7 +69,7 @@ class ModelRunner:
         self.max_model_len = max_model_len
         self.cache = DeviceCache(
             model, model_drafter, max_num_seqs=max_num_seqs, max_model_len=max_model_len, block_size=block_size,
-            kv_format=kv_format, device=device,
+            kv_format=kv_format, device=device, num_drafts=self.num_drafts, state_dtype=state_dtype,
         )  # fmt: skip
         self.layers = self.cache.layers
         self.latent_prompts = self.cache.latent_prompts
@@ -112,7 +113,7 @@ class ModelRunner:
             torch.cuda.empty_cache()
         self.tables = RowTables(
             self.max_num_seqs, max_model_len, max_blocks, len(self.layout.groups), self.device, self.block_size,
-            self.layout.history_group, self.num_drafts,
+            self.layout.history_group, self.num_drafts, self.cache.states is not None,
         )  # fmt: skip
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
         self.builder.thresholds = thresholds(self.acceptance, self.device) if self.acceptance else None
@@ -285,6 +286,7 @@ class ModelRunner:
             hidden = self.model(batch.input_ids, batch.positions, batch.attention, embeddings, wanted)
             if not self.is_last:
                 return residual.copy_(hidden)
+        self.builder.folded(batch)
         return hidden if late is None else hidden.index_select(0, late)
 
     def _record(self) -> torch.cuda.Event | None:
@@ -299,6 +301,10 @@ class ModelRunner:
     def bind_cache(self, num_blocks: int, dtype: torch.dtype) -> None:
         """Allocates the paged cache; block tables are those that the rows have now."""
         self.builder.prompt_pages = self.cache.bind(self.tables, num_blocks, dtype)
+
+    def bind_states(self, num_slots: int) -> None:
+        """Allocates slots for recurrent states, where layers keep some."""
+        self.builder.states = self.cache.bind_states(num_slots)
 
     def _forward_adapted(self, batch: Batch, wanted: Tensor | None) -> Tensor:
         """While graphs are captured."""

@@ -280,8 +280,8 @@ def whole_of(model: Model) -> Model:
 def _load_cache_scales(checkpoint: Checkpoint, model: Model) -> None:
     """For a cache of 8 bits, whether there will be one or not: a number or a few a layer."""
     layers, place = model.attention_layers(), model.place
-    heads = [layer.attention.kv.num_kv_heads for layer in model.config.layers]
-    mine = place.stage.indices(len(heads))
+    heads = [0 if layer.attention is None else layer.attention.kv.num_kv_heads for layer in model.config.layers]
+    mine = [index for index in place.stage.indices(len(heads)) if heads[index]]
     for layer, scales in read_cache_scales(checkpoint, heads).items():
         if layer in mine:
             keys, values = (scale.narrow(0, *place.span(len(scale))).to(place.device) for scale in scales)

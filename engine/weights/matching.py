@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from ..errors import ModelError, and_more
 from ..files.checkpoint import Checkpoint
 from ..foreign.modules import Plain
+from ..layers.delta import Vectors
 from ..layers.head import Projection
 from ..layers.norm import Norm
 from ..models.model import Loadable
@@ -51,7 +52,7 @@ def choose_formats(model: Loadable, stored: dict[str, dict[str, TensorInfo]] | N
         holders[id(holder)] = holder
         chosen = formats.setdefault(id(holder), {})
         # No format quantises these.
-        plain = isinstance(holder, (Norm, Plain)) or (stored is None and named(path, ROUTERS))
+        plain = isinstance(holder, (Norm, Plain, Vectors)) or (stored is None and named(path, ROUTERS))
         if scheme is not None and not plain:
             described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
             if (format := scheme.format(path, described)) is not None:

@@ -20,7 +20,8 @@ for the last alone. The next one is launched plainly, which waits for all; after
 `pdl_options` sees to it.
 
 Everybody else reads before gdc_wait() only what no kernel writes (weights), or what was written before some kernel that
-was launched plainly (the lengths and block tables of a step, which precede the embedding).
+was launched plainly (the lengths and block tables of a step, which precede the embedding; recurrent states and their
+rings, which only a layer's own kernel of the step before wrote, or a plain copy of slots).
 """
 
 from __future__ import annotations

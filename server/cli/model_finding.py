@@ -45,11 +45,13 @@ def _fit(
 
     from ...engine.cache.kv_format import KVSettings, planned_format
     from ...engine.cache.kv_layout import KVLayout
+    from ...engine.cache.states import StateLayout
     from ...engine.describe.reading import read_model_config
     from ...engine.families.layer_spec import MoESpec
     from ...engine.files.checkpoint import checkpoint_bytes
     from ...engine.planning.memory import CPU_CACHE_BYTES
     from ...engine.planning.settings import choose_dtype, choose_max_model_len, default_limits
+    from ...engine.planning.state_slots import choose_state_dtype, state_dtype
     from ...engine.planning.weight_size import orders_experts, smaller_weights, weight_size
     from ...engine.weights.loader import check_files, count_parameters
 
@@ -66,6 +68,7 @@ def _fit(
     dtype = choose_dtype(engine.dtype, config.dtype, device("cuda" if on_card else "cpu"))
     try:
         kept = KVSettings.of(engine, config, str(dtype).removeprefix("torch."))
+        of_states = state_dtype(choose_state_dtype(engine, config))
     except ConfigError as error:
         what, _, remedy = str(error).rpartition(": ")
         return Finding(FAIL, "model", what, remedy)
@@ -98,8 +101,11 @@ def _fit(
         left = min(left, CPU_CACHE_BYTES)
     card = torch.cards[0].total if on_card and torch.cards else 0
     chunk = engine.max_num_batched_tokens or default_limits(card)[0]
-    specs = [layer.attention.kv for layer in config.layers]
-    layout = KVLayout.of(specs, engine.block_size, length, planned_format(kept, config))
+    layout = KVLayout.of(config.kv_specs(), engine.block_size, length, planned_format(kept, config))
+    if (states := StateLayout.of(config.state_specs(), 0, of_states)) is not None:
+        slot = states.slot_bytes(item)
+        left = max(0, left - 2 * slot)
+        text += f"; a running request's recurrent state takes {gib(slot)}"
     block, blocks = layout.block_bytes(item), layout.request_blocks(length, chunk)
     most = max(engine.block_size, layout.longest_request(left // block, chunk, length))
     taken = gib(blocks * block)

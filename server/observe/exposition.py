@@ -157,6 +157,7 @@ class EngineCollector(Collector):
             yield self._each_engine(name, help, partial(total_of, total), kind=CounterMetricFamily)
         yield from self._drafts()
         yield from self._experts()
+        yield from self._recurrent_states()
         for name, help, attribute in (
             ("engine_restarts", "Engines that replaced one that died.", "num_restarts"),
             ("engine_stalls", "Times that no step ran though work waited.", "num_stalls"),
@@ -199,6 +200,25 @@ class EngineCollector(Collector):
                 "rank_expert_tokens", "Tokens that the whole experts of a rank got, of which the fullest keeps the "
                 "others waiting.", EngineCounts.tokens_by_rank, "rank", divided, CounterMetricFamily,
             )  # fmt: skip
+
+    def _recurrent_states(self) -> Iterator[Metric]:
+        """Of models that have any, once they have computed something."""
+        recurrent = [counts for counts in self._metrics.engines if counts.state().num_state_slots]
+        if not recurrent:
+            return
+        for name, help, value in (
+            ("state_slots", "Slots of recurrent state.", lambda e: e.state().num_state_slots),
+            ("state_slots_used", "Of them, those of running requests.", lambda e: e.state().num_state_slots_used),
+            ("state_snapshots", "Of them, those that hold a cached prefix.", lambda e: e.state().num_state_snapshots),
+        ):
+            yield self._each_engine(name, help, value, among=recurrent)
+        for name, help, total in (
+            ("state_restores", "Requests that began with a snapshot.", "num_state_restores"),
+            ("state_restored_tokens", "Tokens that they therefore did not compute.", "num_restored_tokens"),
+            ("state_exports", "Snapshots written.", "num_state_exports"),
+            ("state_exports_skipped", "Snapshots that no slot was free for.", "num_skipped_state_exports"),
+        ):
+            yield self._each_engine(name, help, partial(total_of, total), among=recurrent, kind=CounterMetricFamily)
 
     def _request_counters(self) -> Iterator[Metric]:
         counter, metrics = self._counter, self._metrics

@@ -181,9 +181,9 @@ _ALIKE = (
      "kda-decode-backend= kda-prefill-backend= ir-op-priority={} monokernel enable-flashinfer-autotune "
      "enable-flash-late-interaction disable-cascade-attn enable-hc-sp enable-batch-sharded-sampling "
      "kv-sharing-fast-prefill"),
-    ("models with a state instead of a cache are not served", ANY,
+    ("recurrent states lie in slots of their own beside the blocks", ANY,
      "mamba-backend= mamba-block-size= mamba-cache-dtype= mamba-cache-mode= mamba-cache-philox-rounds= "
-     "mamba-ssm-cache-dtype= mamba-ssu-algorithm= enable-mamba-cache-stochastic-rounding "
+     "mamba-ssu-algorithm= enable-mamba-cache-stochastic-rounding "
      "enable-mamba-shared-prefix-checkpoint replayssm-buffer-len= use-replayssm"),
     ("models that write by diffusion are not served: leave it out", "", "diffusion-config={}"),
     ("embeddings of n-grams are not served: leave it out", "", "engram-config={}"),

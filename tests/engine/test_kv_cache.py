@@ -329,15 +329,15 @@ def test_a_prefix_is_hit_when_windows_hold_its_end_alone() -> None:
     assert compute(kv, third, 34, chunk=4) and third.num_cached_tokens == 24, "behind a gap the window is not whole"
 
 
-def longest_prefix(kv: KVCacheManager, keys: list[bytes]) -> int:
+def longest_prefix(kv: KVCacheManager, windows: tuple[int, ...], keys: list[bytes]) -> int:
     """By trying every length: all blocks of full groups, of windows those that the next token sees."""
     size = kv.block_size
     for length in range(len(keys), 0, -1):
         if all(
             kv.pool.find(keys[index] + group.suffix) is not None
-            for group in kv.groups
+            for group, window in zip(kv.groups, windows, strict=True)
             for index in range(length)
-            if not group.window or (index + 1) * size - 1 > length * size - group.window
+            if not window or (index + 1) * size - 1 > length * size - window
         ):
             return length
     return 0
@@ -366,11 +366,11 @@ def test_hits_are_those_of_every_length_tried(seed: int) -> None:
         kv.extend_hashes(req)
         limit = (len(req.token_ids) - 1) // kv.block_size
         hits = kv._match(req, limit)
-        assert {len(blocks) for blocks in hits} == {longest_prefix(kv, req.block_hashes[:limit])}
+        assert {len(blocks) for blocks in hits} == {longest_prefix(kv, windows, req.block_hashes[:limit])}
         lengths.add(len(hits[0]))
-        for group, blocks in zip(kv.groups, hits, strict=True):
+        for group, window, blocks in zip(kv.groups, windows, hits, strict=True):
             for index, block in enumerate(blocks):
-                seen = not group.window or (index + 1) * kv.block_size - 1 > len(blocks) * kv.block_size - group.window
+                seen = not window or (index + 1) * kv.block_size - 1 > len(blocks) * kv.block_size - window
                 assert (block != 0) == seen
                 assert not seen or kv.pool.keys[block] == req.block_hashes[index] + group.suffix
         if admit(kv, req, rng.randint(1, 8)):

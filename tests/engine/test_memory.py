@@ -36,7 +36,7 @@ class Card:
         parameters=list, place=Placement(torch.bfloat16, torch.device("cuda")),
         config=parse_model_config({"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 8}),
     )  # fmt: skip
-    adapters = model_drafter = None
+    adapters = model_drafter = states = None
     is_last = True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_model_len: int) -> None:

@@ -90,6 +90,29 @@ def test_a_cache_of_8_bits_holds_twice_as_much_and_is_read_faster(setup: Setup) 
     assert times[1] < 0.99 * times[0]
 
 
+def test_recurrent_states_take_memory_and_time() -> None:
+    """Of Qwen 3.5 27B 154 MB a request, the table of states' sizes as others have it; beside it few keys and values."""
+    raw = {
+        "model_type": "qwen3_5_text", "hidden_size": 5120, "intermediate_size": 17408, "num_hidden_layers": 64,
+        "num_attention_heads": 24, "num_key_value_heads": 4, "linear_num_value_heads": 48, "torch_dtype": "bfloat16",
+        "max_position_embeddings": 8192,
+    }  # fmt: skip
+    made = set_up(0, parse_model_config(raw), EngineConfig("m"), CARDS["h200"])
+    states = made.scheduler.plan.states
+    assert states.slot_bytes == pytest.approx(153.9e6, rel=0.1)  # with rings
+    assert made.scheduler.max_num_seqs == states.running == (made.cache + states.num_bytes) // 3 // states.slot_bytes
+    assert made.cache_tokens * 64 * 1024 == pytest.approx(made.cache, rel=0.02) and states.running > 50
+    alone, many = (closed(made, [Ask(0, 128, 64)] * count, count)[1] for count in (1, 64))
+    assert 0.0104 < alone / 64 < 0.02, "weights in bf16 take 10.8 ms"
+    assert many / 64 > 0.015, "64 states of 2 · 154 MB are read and written in 4.1 ms more"
+
+
+def test_states_without_tiles_are_refused_on_a_card() -> None:
+    odd = parse_model_config({"model_type": "qwen3_5_text", "linear_value_head_dim": 96})
+    with pytest.raises(ConfigError, match=r"recurrent states of 128 x 96 a head, .* add --device cpu"):
+        set_up(0, odd, EngineConfig("m"), CARDS["h200"])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     deep = parse_model_config(LLAMA_8B | {"num_hidden_layers": 64, "hidden_size": 8192})
     with pytest.raises(ConfigError, match=r"does not fit one l4: of 20\.24 GiB each, weights take"):

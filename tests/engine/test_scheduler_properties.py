@@ -11,6 +11,7 @@ import inspect
 import os
 import random
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
 from types import ModuleType
@@ -22,6 +23,7 @@ import vserve.engine.cache.kv_layout as kv_capacity_module
 import vserve.engine.grammar.guide as guide_module
 import vserve.engine.schedule.block_pool as block_pool_module
 import vserve.engine.schedule.kv_cache as kv_cache_module
+import vserve.engine.schedule.kv_group as kv_group_module
 import vserve.engine.schedule.planner as planner_module
 import vserve.engine.schedule.prompt_results as prompt_results_module
 import vserve.engine.schedule.request as request_module
@@ -50,7 +52,7 @@ ROOMS = {
     "planner": planner_module,
     "scheduler": scheduler_module,
     "kv_cache": kv_cache_module,
-    "kv_group": kv_cache_module,
+    "kv_group": kv_group_module,
     "kv_capacity": kv_capacity_module,
     "block_pool": block_pool_module,
     "prompt_results": prompt_results_module,
@@ -190,6 +192,8 @@ class Row:
 
 class Device:
     """Executes plans in order, knowing of a request only what plans have said."""
+
+    row_type = Row
 
     def __init__(self, config: SchedulerConfig, salts: dict[int, str | None]) -> None:
         self.config = config
@@ -350,7 +354,7 @@ class Device:
     def apply_diffs(self, plan: StepPlan) -> None:
         for new in plan.new_rows:
             assert new.num_computed_tokens < len(unpack_tokens(new.token_ids))
-            self.rows[new.row] = Row(new, self.salts[new.request_id], len(self.config.windows))
+            self.rows[new.row] = self.row_type(new, self.salts[new.request_id], len(self.config.windows))
         for group, writes in enumerate(plan.new_blocks):
             for write in writes:
                 row, window = self.rows[write.row], self.config.windows[group]
@@ -522,14 +526,16 @@ def capacity_of(config: SchedulerConfig) -> int:
 class Simulation:
     def __init__(
         self, seed: int, *, windowed: bool = False, drafts: bool = False, stages: bool = False, check: bool = True,
-        device: type[Device] = Device,
+        device: type[Device] = Device, adapt: Callable[[SchedulerConfig, random.Random], SchedulerConfig] | None = None,
     ) -> None:  # fmt: skip
         """`windowed`: some KV groups have windows. `drafts`: steps have drafts, some of them wrong. `stages`: of a
-        pipeline compute the steps. `check`: assert the scheduler's own invariants, too."""
+        pipeline compute the steps. `check`: assert the scheduler's own invariants, too. `adapt` changes the settings
+        that were drawn."""
         self.rng = rng = random.Random(seed)
         config = random_config(rng, windowed)
         config = with_stages(config, random.Random(seed + 5)) if stages else config
-        self.config = config = with_drafts(config, rng) if drafts else config
+        config = with_drafts(config, rng) if drafts else config
+        self.config = config = adapt(config, random.Random(seed + 7)) if adapt else config
         self.left_out: Counter[Request] = Counter()  # plans, of those who could decode
         self.scheduler = Scheduler(config)
         if drafts:
@@ -841,8 +847,8 @@ class Simulation:
         self.seen["preemption"] += stats.num_preemptions
 
 
-def simulate(seed: int, num_steps: int, **options) -> Simulation:
-    simulation = Simulation(seed, **options)
+def simulate(seed: int, num_steps: int, simulation_type: type[Simulation] = Simulation, **options) -> Simulation:
+    simulation = simulation_type(seed, **options)
     try:
         simulation.run(num_steps)
     except Exception as error:
@@ -992,7 +998,7 @@ MUTATIONS = {  # what is broken: (file, line as it should be, as it should not)
     "admitted on the first chunk": ("kv_cache", MISSING, FIRST_CHUNK),
     "hit blocks not referenced": ("kv_cache", "pool.share(block)", "pass"),
     "hits unlike in the groups": ("kv_group", "block = find(key + suffix)", "block = find(key)"),
-    "keys never revoked": ("kv_cache", "if self.pool.keys[block] == key:", "if False:"),
+    "keys never revoked": ("kv_cache", "if pool.keys[block] == key:", "if False:"),
     "left behind too early": ("kv_group", LEFT + "1)", LEFT + "2)"),
     "nothing left behind": ("kv_group", "if first <= left:", "if True:"),
     "blocks left behind kept": ("kv_group", "self.pool.release(reversed(blocks[left:first]))", "pass"),
@@ -1086,9 +1092,9 @@ def test_oracle_sees_a_broken_scheduler(mutation: str, monkeypatch: pytest.Monke
     elif room == "roster":
         monkeypatch.setattr(scheduler_module, "Roster", broken.Roster)
     elif room == "kv_group":
-        monkeypatch.setattr(kv_cache_module, "KVGroup", broken.KVGroup)
+        monkeypatch.setattr(kv_cache_module, "kv_groups", broken.kv_groups)
     elif room == "kv_capacity":
-        monkeypatch.setattr(kv_cache_module, "blocks_held", broken.blocks_held)
+        monkeypatch.setattr(kv_group_module, "blocks_held", broken.blocks_held)
         monkeypatch.setattr(kv_cache_module, "longest_request", broken.longest_request)
     elif room == "kv_cache":
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)

@@ -71,11 +71,11 @@ def fill(model: CausalLM, seed: int) -> None:
             if not name.endswith("bias"):  # of a norm
                 weight.add_(1.0)
     for layer in model._layers:
-        attention = layer.attention.attention
+        attention = layer.mixer.attention
         if attention.q_norm is not None:
             attention.q_norm.weight.mul_(SHARPNESS)
         else:
-            layer.attention.qkv.method.weight[: attention.num_heads * attention.spec.head_dim].mul_(SHARPNESS)
+            layer.mixer.qkv.method.weight[: attention.num_heads * attention.spec.head_dim].mul_(SHARPNESS)
         if (sinks := attention.scoring.sinks) is not None:
             sinks.normal_(2.0, 1.0, generator=generator)
     finish(model)

@@ -77,7 +77,7 @@ def test_whole_layers(
             generator = torch.Generator(model.place.device).manual_seed(seed)
             model.embedding.weight[:1].normal_(0.0, 1.0, generator=generator)
             for layer in model.layers:  # gains that differ, or a missing one would not be seen
-                for norm in (layer.attention_norm, layer.mlp_norm):
+                for norm in (layer.mixer_norm, layer.mlp_norm):
                     norm.weight.uniform_(0.3, 1.7, generator=generator)
             switched(runner, True, were)
             found = hidden_of(runner, rows, monkeypatch)

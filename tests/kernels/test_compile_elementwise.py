@@ -90,7 +90,7 @@ def check_waiting(ptx: str, name: str, pdl: bool) -> None:
     assert "griddepcontrol" not in after
     assert not re.search(r"(ld|st)\.global", start), f"{name} reads or writes before it lets the next kernel start"
     assert not re.search(r"st\.global|\b(ret|exit);", start + before), f"{name} writes or exits before it has waited"
-    early = "_rms_norm_kernel", "_layer_norm_kernel", "_rope_write_kv_kernel"
+    early = "_rms_norm_kernel", "_layer_norm_kernel", "_rope_write_kv_kernel", "_delta_decode_kernel"
     assert name in early or "ld.global" not in before, f"{name} reads before it has waited"
 
 
@@ -99,6 +99,8 @@ def launch_dependent_kernels() -> None:
     from vserve.kernels.attention import rope_kv
     from vserve.kernels.norm import activation, layer_norm, norm
     from vserve.kernels.sampling import argmax
+    from vserve.kernels.state import delta_decode, gated_norm
+    from vserve.kernels.state.step import StateStep
 
     for size in (896, 4096, 16384):
         norm.add_rms_norm_triton(bf16(3, size), bf16(3, size), bf16(size), 1e-6)
@@ -121,6 +123,13 @@ def launch_dependent_kernels() -> None:
         arguments = query, key, value, i32(3), torch.zeros(64, rot_dim), cache, cache, i32(3)
         rope_kv.rope_write_kv_triton(*arguments)
         rope_kv.rope_write_kv_triton(*arguments, bf16(size), bf16(size), 1e-6)
+
+    gated_norm.gated_rms_norm_triton(bf16(3, 32, 128), bf16(3, 12288)[:, 8192:], bf16(128), 1e-6)
+    step = StateStep(i32(3), i32(3), i32(3), i32(3), i32(3), i32(3), i32(4), 3)
+    delta_decode.delta_decode(
+        bf16(3, 12352)[:, :8192], bf16(3, 12352)[:, 12288:], bf16(8192, 4), torch.zeros(32), torch.zeros(32),
+        bf16(4, 8, 8256), torch.zeros(4, 32, 128, 128), step, 16, bf16(3, 32, 128),
+    )  # fmt: skip
 
     for vocabulary in (512, 50257, 128256):
         argmax.argmax_triton(torch.zeros(2, vocabulary))

@@ -37,21 +37,21 @@ def logits_of(model: CausalLM) -> list[torch.Tensor]:
 
 # family, variant → settings that are put in the place of what its config.json says
 LAYER_SETTINGS: list[tuple[str, str, dict[str, Any]]] = [
-    ("gemma2", "gqa", {"attention": {"soft_cap": 0.0}}),
-    ("gemma2", "gqa", {"attention": {"scale": 0.0}}),
-    ("gemma2", "gqa", {"attention": {"window": 9}}),
+    ("gemma2", "gqa", {"mixer": {"soft_cap": 0.0}}),
+    ("gemma2", "gqa", {"mixer": {"scale": 0.0}}),
+    ("gemma2", "gqa", {"mixer": {"window": 9}}),
     ("gemma", "gqa", {"mlp": {"activation": "silu"}}),
-    ("gemma3_text", "gqa", {"attention": {"rope": RopeConfig(theta=1e6)}}),
-    ("phi3", "part", {"attention": {"rotated": 0}}),
-    ("glm", "gqa", {"attention": {"interleaved": False}}),
-    ("glm4", "gqa", {"attention": {"rotated": 0}}),
-    ("granite", "gqa", {"attention": {"scale": 0.0}}),
+    ("gemma3_text", "gqa", {"mixer": {"rope": RopeConfig(theta=1e6)}}),
+    ("phi3", "part", {"mixer": {"rotated": 0}}),
+    ("glm", "gqa", {"mixer": {"interleaved": False}}),
+    ("glm4", "gqa", {"mixer": {"rotated": 0}}),
+    ("granite", "gqa", {"mixer": {"scale": 0.0}}),
     ("granite", "gqa", {"residual_scale": 1.0}),
-    ("cohere", "each", {"attention": {"interleaved": False}}),
-    ("cohere2", "gqa", {"attention": {"rope": RopeConfig()}}),
-    ("olmo3", "yarn", {"attention": {"rope": RopeConfig()}}),
-    ("smollm3", "gqa", {"attention": {"rope": RopeConfig(theta=2e6)}}),
-    ("exaone4", "gqa", {"attention": {"rope": RopeConfig()}}),
+    ("cohere", "each", {"mixer": {"interleaved": False}}),
+    ("cohere2", "gqa", {"mixer": {"rope": RopeConfig()}}),
+    ("olmo3", "yarn", {"mixer": {"rope": RopeConfig()}}),
+    ("smollm3", "gqa", {"mixer": {"rope": RopeConfig(theta=2e6)}}),
+    ("exaone4", "gqa", {"mixer": {"rope": RopeConfig()}}),
 ]
 
 
@@ -164,19 +164,30 @@ def test_bfloat16_is_near(tiny_model: Callable[..., Path], family: str) -> None:
     assert (found - expected).square().mean().sqrt() / expected.std() < 0.08
 
 
+def test_what_looks_at_pictures_and_what_drafts_are_left_out(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_model("qwen3_5"), tmp_path / "model"))
+    weights = load_file(folder / "model.safetensors")
+    assert any(name.startswith("model.visual.") for name in weights)
+    assert "model.language_model.layers.0.linear_attn.in_proj_qkv.weight" in weights
+    save_file({**weights, "mtp.fc.weight": torch.ones(2, 2)}, folder / "model.safetensors", {"format": "pt"})
+    model = build(folder, read_folder(folder))
+    assert model.config.architecture == "Qwen3_5ForConditionalGeneration" and len(model.layers) == 4
+
+
 def matrices(model: CausalLM) -> dict[str, torch.Tensor]:
     """Of each Linear, what it makes of the unit vectors: its matrix, transposed."""
     found = {name: layer for name, layer in model.named_modules() if isinstance(layer, Linear)}
     return {name: layer(torch.eye(layer.shape.in_features)) for name, layer in found.items()}
 
 
-@pytest.mark.parametrize("family", ["phi3", "glm4", "gemma3"])
+@pytest.mark.parametrize("family", ["phi3", "glm4", "gemma3", "qwen3_5_text", "qwen3_next"])
 @pytest.mark.parametrize("kind", ["awq", "gptq", "fp8", "fp8_blocks", "nf4"])
 def test_quantised_files_of_fused_and_interleaved_parts(
     kind: str, family: str, tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:
     """Rows that change places take their scales with them."""
-    folder = write(make(tiny_model, family), tmp_path, kind)
+    variant = "whole groups" if family == "qwen3_next" else "gqa"  # of columns that share a scale
+    folder = write(make(tiny_model, family, variant=variant), tmp_path, kind)
     model, twin = (build(folder / name, read_folder(folder / name)) for name in ("quantized", "twin"))
     expected = matrices(twin)
     for name, found in matrices(model).items():

@@ -89,6 +89,10 @@ def named(*architectures: str, **values: Any) -> dict[str, Any]:
 def test_auto_takes_a_family_of_our_own(family: Any) -> None:
     for implementation in ("auto", "vserve", "vllm"):
         assert choose(named(family.architecture), implementation) is family
+    if not family.foreign:
+        with pytest.raises(ModelError, match=r"--model-impl transformers: .* keeps recurrent states, .*leave it out"):
+            choose(named(family.architecture), "transformers")
+        return
     found = choose(named(family.architecture), "transformers")
     assert isinstance(found, Foreign) and found.architecture == family.architecture
 
@@ -107,7 +111,7 @@ def test_auto_takes_transformers_where_there_is_none() -> None:
     ("raw", "words"),
     [
         (named("NoSuchForCausalLM"), "architecture NoSuchForCausalLM is not supported: "),
-        (named("Qwen3NextForCausalLM"), "Qwen3NextForCausalLM is not served: its layers keep a recurrent state"),
+        (named("JambaForCausalLM"), "JambaForCausalLM is not served: its layers keep a recurrent state"),
         (named("FalconForCausalLM"), "FalconForCausalLM is not served: its attention is computed in its own way"),
         (named("BloomForCausalLM"), "BloomForCausalLM is not served: .*ALiBi"),
         (named("DebertaForMaskedLM"), "DebertaForMaskedLM is not served: it is an encoder"),

@@ -19,7 +19,7 @@ from vserve.engine.errors import ModelError
 from vserve.engine.families import registry
 from vserve.engine.families.encoders import ENCODERS
 from vserve.engine.families.family import TRANSFORMERS
-from vserve.engine.families.layer_spec import AttentionSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
+from vserve.engine.families.layer_spec import AttentionSpec, DeltaSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
 from vserve.engine.families.rope_config import ROPE_TYPES
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.weights import Placement
@@ -36,6 +36,11 @@ FAMILIES = {
     "qwen2_moe": "Qwen2MoeForCausalLM",
     "olmoe": "OlmoeForCausalLM",
     "glm4_moe": "Glm4MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5": "Qwen3_5ForConditionalGeneration",
+    "qwen3_5_moe": "Qwen3_5MoeForConditionalGeneration",
+    "qwen3_next": "Qwen3NextForCausalLM",
     "granitemoe": "GraniteMoeForCausalLM",
     "granitemoeshared": "GraniteMoeSharedForCausalLM",
     "deepseek_v2": "DeepseekV2ForCausalLM",
@@ -200,7 +205,8 @@ def assert_same_mlp(ours: MLPSpec | MoESpec, theirs: Any) -> None:
     if isinstance(ours, MLPSpec):
         assert ours.inner == theirs.intermediate_size
         return
-    assert ours.inner == getattr(theirs, "moe_intermediate_size", theirs.intermediate_size)
+    inner = getattr(theirs, "moe_intermediate_size", None)
+    assert ours.inner == (theirs.intermediate_size if inner is None else inner)
     assert ours.routing.num_experts == (getattr(theirs, "num_local_experts", None) or theirs.num_experts)
     shared = [getattr(theirs, f"shared_{name}", 0) for name in ("expert_intermediate_size", "intermediate_size")]
     assert ours.shared_inner == (max(shared) or ours.inner * getattr(theirs, "n_shared_experts", 0))
@@ -228,6 +234,11 @@ def assert_agrees(ours: ModelConfig, whole: Any) -> None:
     assert len(ours.layers) == theirs.num_hidden_layers
     for layer in ours.layers:
         assert_same_mlp(layer.mlp, theirs)
+        if isinstance(delta := layer.mixer, DeltaSpec):
+            sizes = delta.num_key_heads, delta.num_value_heads, delta.key_dim, delta.value_dim, delta.conv_width
+            names = "num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim"
+            assert sizes == tuple(getattr(theirs, f"linear_{name}") for name in names)
+            continue
         assert layer.attention.num_heads == theirs.num_attention_heads
         if isinstance(layer.attention, LatentAttentionSpec):
             assert_latent_agrees(layer.attention, theirs)
@@ -244,12 +255,14 @@ def assert_agrees(ours: ModelConfig, whole: Any) -> None:
         assert ours.dtype == whole.dtype
     window = (getattr(theirs, "sliding_window", None) or 0) if getattr(theirs, "use_sliding_window", True) else 0
     types = getattr(theirs, "layer_types", None) or ["sliding_attention"] * theirs.num_hidden_layers
-    windows = [layer.attention.window for layer in ours.layers]
+    assert [layer.attention is None for layer in ours.layers] == [kind == "linear_attention" for kind in types]
+    windows = [layer.attention.window for layer in ours.layers if layer.attention is not None]
+    types = [kind for kind in types if kind != "linear_attention"]
     assert windows == [window if kind == "sliding_attention" else 0 for kind in types]
-    for layer, kind in zip(ours.layers, types, strict=True):
+    for layer, kind in zip((layer for layer in ours.layers if layer.attention), types, strict=True):
         if layer.attention.rope is not None:
             assert_rotated_alike(layer.attention, theirs.rope_parameters.get(kind, theirs.rope_parameters))
-    rotated = [layer.attention.rope is not None for layer in ours.layers]
+    rotated = [layer.attention.rope is not None for layer in ours.layers if layer.attention is not None]
     if theirs.model_type in ("cohere2", "exaone4") and window:
         assert rotated == [kind == "sliding_attention" for kind in types]
     else:
@@ -393,14 +406,17 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         if family.startswith("deepseek"):
             raw |= {"num_key_value_heads": 4, "q_lora_rank": 24 if extra else None, "num_experts_per_tok": 4}
             raw |= {"mlp_bias": False, "first_k_dense_replace": 2, "num_mtp_layers": 0}
-        if family == "gemma3":
-            raw = {"model_type": family, "text_config": {**raw, "model_type": "gemma3_text"}}
+        if family.startswith(("qwen3_5", "qwen3_next")):
+            raw |= {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
+        if family in ("gemma3", "qwen3_5", "qwen3_5_moe"):
+            raw = {"model_type": family, "text_config": {**raw, "model_type": f"{family}_text"}}
         config = parse_model_config(raw)
         with torch.device("meta"):
             theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw).get_text_config())
         names = [name for name, _ in theirs.named_parameters()]
         for layer in config.layers:
-            attention = layer.attention
+            if (attention := layer.attention) is None:
+                continue
             assert getattr(layer.mlp, "bias", False) == any(
                 name.endswith(("up_proj.bias", "up_proj_bias")) for name in names
             )
@@ -416,7 +432,7 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         for holder in choose_formats(ours):
             holder.create()
         assert count_parameters(config) == sum(weight.numel() for weight in ours.parameters())
-        assert ours.kv_specs() == [layer.attention.kv for layer in config.layers]
+        assert ours.kv_specs() == config.kv_specs()
         if isinstance(attention, LatentAttentionSpec):
             assert attention.kv == (KVSpec(1, 256 + 32, 256, shared=True) if family == "minicpm3" else
                                     KVSpec(1, 512 + 64, 512, shared=True))  # fmt: skip

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
+from vserve.engine.cache.states import StateLayout, StateStorage
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.layers import routing
 from vserve.engine.layers.attention import AttentionBatch
@@ -21,6 +22,7 @@ from vserve.engine.models.mlp import MLP
 from vserve.engine.quant.unquantized import Unquantized
 from vserve.engine.weights.loader import load_model
 from vserve.kernels.attention.attention_parts import PagedCache
+from vserve.kernels.state.step import StateStep
 
 PAGE = 4
 LENGTHS = (45, 30)
@@ -155,6 +157,21 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {"attention_out_bias": True},
         "unbiased": {"attention_bias": False, "mlp_bias": True},
     },
+    "qwen3_5_text": {
+        "gqa": {},
+        "tied": {"tie_word_embeddings": True, "attention_bias": True},
+        "a state at the end": {"layer_types": ["full_attention", "linear_attention"], "num_hidden_layers": 2},
+        "wide": {"linear_num_value_heads": 2, "linear_conv_kernel_dim": 3, "rope_parameters": {"rope_type": "default",
+            "rope_theta": 1e7, "partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1], "mrope_interleaved": True}},
+    },
+    "qwen3_5": {"gqa": {}},
+    "qwen3_5_moe_text": {"gqa": {}},
+    "qwen3_5_moe": {"gqa": {}},
+    "qwen3_next": {
+        "gqa": {},
+        "dense": {"mlp_only_layers": [1], "norm_topk_prob": False},
+        "whole groups": {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64},
+    },
     "exaone4": {"gqa": {}, "full": {"sliding_window": None, "layer_types": ["full_attention"] * 2}},
 }  # fmt: skip
 FEW_ROPES = {
@@ -194,6 +211,11 @@ class PagedRunner:
                 values = keys[..., : layer.spec.value_dim]
             layer.bind(PagedCache(keys, values, self.table))
         self.computed = [0] * len(sequences)
+        self.folded = [0] * len(sequences)  # tokens of each state
+        if (layout := StateLayout.of([layer.spec for layer in model.state_layers()], 2, torch.float32)) is not None:
+            dtype, device = model.place.dtype, torch.device("cpu")
+            for tensor in StateStorage(layout, model.state_layers(), len(sequences) + 1, dtype, device).tensors:
+                tensor.fill_(torch.nan)
         self.position_shift = 0  # a mutation: of decoded tokens
 
     @torch.inference_mode()
@@ -223,6 +245,7 @@ class PagedRunner:
             seq_lens=torch.tensor(lens, dtype=torch.int32),
             query_start=torch.tensor(starts, dtype=torch.int32),
             slots=[torch.cat(slots).int()],
+            state=self._state_step(work, num_decodes, decode_query_len, starts),
         )
         tokens = torch.cat(ids).int()
         given = self.model.embedding(tokens) if embeddings else None
@@ -241,6 +264,18 @@ class PagedRunner:
             results.append((which, self.computed[which], logits[start : start + count]))
             self.computed[which] += count
         return results
+
+    def _state_step(self, work: list[Any], num_decodes: int, query_len: int, starts: list[int]) -> StateStep:
+        """What may be taken back is not folded: of every second prompt the last token."""
+        first = [self.computed[which] for which, _ in work]
+        ends = [self.computed[which] + count - which % 2 for which, count in work]
+        fold_to = first[:num_decodes] + ends[num_decodes:]
+        slots = [which + 1 for which, _ in work]
+        columns = (slots, first, [self.folded[which] for which, _ in work], fold_to, [0] * len(work), [0] * len(work))
+        for (which, _), folded in zip(work, fold_to, strict=True):
+            self.folded[which] = folded
+        tensors = [torch.tensor(column, dtype=torch.int32) for column in (*columns, starts)]
+        return StateStep(*tensors, num_decodes, query_len)
 
     def run(self, schedule: list[list[Any]]) -> list[Tensor]:
         """The schedule, then decode steps until all sequences are computed → logits [tokens, V] of each."""
@@ -330,8 +365,8 @@ def test_products_that_add_to_the_residual(
     folder = make(tiny_model, family, variant="clamped" if family == "gpt_oss" else "gqa")  # without biases
     model = load(folder)
     dense = [layer for layer in model.layers if isinstance(layer.mlp, MLP)]  # experts add in every step
-    outputs = [layer for layer in model.layers if layer.attention.output.method.bias is None]  # no product adds both
-    for product in (*(layer.attention.output for layer in outputs), *(layer.mlp.down for layer in dense)):
+    outputs = [layer for layer in model.layers if layer.mixer.output.method.bias is None]  # no product adds both
+    for product in (*(layer.mixer.output for layer in outputs), *(layer.mlp.down for layer in dense)):
         product.method.add_rows = 9
     multiply, seen = Unquantized.multiply, []
 
@@ -370,7 +405,7 @@ def test_routers_that_norm_what_they_read(
     model, plain = load(folder), load(folder)
     mixtures = [layer for layer in model.layers if not isinstance(layer.mlp, MLP)]
     for layer in mixtures:
-        layer.mlp.router.norm_rows = layer.attention.output.method.add_up_to = 8
+        layer.mlp.router.norm_rows = layer.mixer.output.method.add_up_to = 8
     for layer in plain.layers:
         layer.adds_to_residual = False  # all is added by norms
     routed, seen = routing.norm_router, []
@@ -431,7 +466,7 @@ def _window_off_by_one(runner: PagedRunner) -> None:
 
 def _no_qk_norm(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.attention.q_norm = layer.attention.attention.k_norm = None
+        layer.mixer.attention.q_norm = layer.mixer.attention.k_norm = None
 
 
 def _positions_off_by_one(runner: PagedRunner) -> None:
@@ -452,12 +487,12 @@ def _wrong_page(runner: PagedRunner) -> None:
 
 def _no_bias(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.qkv.method.__dict__["bias"] = None  # where keep_at_hand has put it
+        layer.mixer.qkv.method.__dict__["bias"] = None  # where keep_at_hand has put it
 
 
 def _other_pairs(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.spec = replace(layer.attention.spec, interleaved=False)
+        layer.mixer.spec = replace(layer.mixer.spec, interleaved=False)
 
 
 def _no_temperature(runner: PagedRunner) -> None:
@@ -476,7 +511,7 @@ def _no_correction(runner: PagedRunner) -> None:
 
 def _no_latent_norm(runner: PagedRunner) -> None:
     for layer in runner.model.layers:
-        layer.attention.kv_norm.weight.fill_(1.0)
+        layer.mixer.kv_norm.weight.fill_(1.0)
 
 
 def _other_sums(runner: PagedRunner) -> None:

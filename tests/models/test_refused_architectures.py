@@ -12,8 +12,7 @@ from vserve.engine.families.registry import FAMILIES, find_family
 @pytest.mark.parametrize(
     ("architecture", "reason"),
     [
-        ("Qwen3NextForCausalLM", "recurrent state"),
-        ("Qwen3_5MoeForCausalLM", "recurrent state"),
+        ("Qwen4ExpForCausalLM", "recurrent state"),
         ("JambaForCausalLM", "recurrent state"),
         ("Mamba2ForCausalLM", "recurrent state"),
         ("BambaForCausalLM", "recurrent state"),

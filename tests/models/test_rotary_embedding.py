@@ -81,7 +81,7 @@ def test_longrope_is_fixed_by_the_longest_context(max_len: int, extra: dict[str,
 def test_layers_of_each_head_size_have_their_table() -> None:
     config = parse_model_config({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3, "vocab_size": 9})
     layers = tuple(
-        replace(layer, attention=replace(layer.attention, head_dim=dim))
+        replace(layer, mixer=replace(layer.attention, head_dim=dim))
         for layer, dim in zip(config.layers, (16, 32, 16), strict=True)
     )
     model = CausalLM(replace(config, layers=layers), Placement(torch.float32, torch.device("cpu")), 50)

@@ -95,8 +95,8 @@ def test_latent_attention_takes_its_expansion_apart_however_it_is_stored(
         assert (found - expected[name]).norm() <= (5e-3 if kind == "awq" else 1e-6) * expected[name].norm(), name
     for ours, theirs in zip(model.layers, twin.layers, strict=True):
         for part in ("keys", "values"):
-            numbers = getattr(theirs.attention.expansion, part)
-            torch.testing.assert_close(getattr(ours.attention.expansion, part), numbers, rtol=1e-6, atol=1e-6)
+            numbers = getattr(theirs.mixer.expansion, part)
+            torch.testing.assert_close(getattr(ours.mixer.expansion, part), numbers, rtol=1e-6, atol=1e-6)
     x, last = torch.randn(9, 160), (model.layers[1].mlp, twin.layers[1].mlp)  # experts, of 160 x 160
     found, wanted = (mlp(x, None) for mlp in last)
     assert (found - wanted).norm() <= (2e-2 if kind == "awq" else 1e-5) * wanted.norm()

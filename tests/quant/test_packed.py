@@ -125,10 +125,10 @@ def test_a_model(packed: None, asked: str, tiny_model: Callable[..., Path], monk
         real = getattr(norms, name)
         monkeypatch.setattr(norms, name, lambda *given, _real=real, _name=name: (seen.append(_name), _real(*given))[1])
     layer = model.layers[1]
-    assert isinstance(layer.attention, AttentionBlock) and isinstance(layer.mlp, MLP)
+    assert isinstance(layer.mixer, AttentionBlock) and isinstance(layer.mlp, MLP)
     for rows in (3, 100):
         x, residual = torch.randn(rows, config.hidden_size), torch.randn(rows, config.hidden_size)
-        for reader, norm in ((layer.attention.qkv, layer.attention_norm), (layer.mlp.gate_up, layer.mlp_norm)):
+        for reader, norm in ((layer.mixer.qkv, layer.mixer_norm), (layer.mlp.gate_up, layer.mlp_norm)):
             seen.clear()
             given, kept = norm(x, residual.clone(), reader)
             plain, expected = norm(x.clone(), residual.clone())

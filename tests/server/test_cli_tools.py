@@ -222,6 +222,13 @@ def test_a_cache_of_8_bits_takes_less(healthy: Any, tiny_model: Any) -> None:
     assert found.status == "FAIL" and "latent attention" in found.text and found.remedy == "leave the option out"
 
 
+def test_a_recurrent_state_takes_some_too(healthy: Any, tiny_model: Any) -> None:
+    found = examine(tiny_model("qwen3_5_text"))["model"]
+    assert found.status == "ok" and "a running request's recurrent state takes " in found.text
+    found = examine(tiny_model("llama"), mamba_ssm_cache_dtype="float16")["model"]
+    assert found.status == "FAIL" and "keeps no recurrent state" in found.text and found.remedy == "leave it out"
+
+
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """The demo model as `org/tiny` on a hub of this machine, and the paths that were asked for."""

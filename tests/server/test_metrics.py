@@ -203,6 +203,24 @@ def test_experts_of_a_mixture(client: Any, engine: Any) -> None:
     assert [value(samples, "vllm:rank_expert_tokens_total", rank=rank) for rank in "012"] == [13, 20, 31]
 
 
+def test_recurrent_states(client: Any, engine: Any) -> None:
+    assert "vllm:state_" not in client.get("/metrics").text
+    engine.past_stats = EngineStats(
+        num_state_slots=40, num_state_slots_used=9, num_state_snapshots=7, num_state_restores=1,
+        num_restored_tokens=64, num_state_exports=3, num_skipped_state_exports=2,
+    )  # fmt: skip
+    engine.stats = EngineStats(
+        num_state_slots=40, num_state_slots_used=5, num_state_snapshots=4, num_state_restores=10,
+        num_restored_tokens=640, num_state_exports=30, num_skipped_state_exports=20,
+    )  # fmt: skip
+    samples = scrape(client)
+    for name, expected in {
+        "slots": 40, "slots_used": 5, "snapshots": 4, "restores_total": 11, "restored_tokens_total": 704,
+        "exports_total": 33, "exports_skipped_total": 22,
+    }.items():  # fmt: skip
+        assert value(samples, f"vllm:state_{name}") == expected
+
+
 def test_an_engine_that_loads_has_said_nothing_of_itself(client: Any, engine: Any) -> None:
     """EngineClient has no `info` until it is ready: the page is there all the same."""
     loading = copy.copy(engine)

@@ -1,0 +1,65 @@
+"""A gated delta net between its products: one makes queries, keys, values and output gates, one the output."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from ..describe.model_config import ModelConfig
+from ..families.layer_spec import DeltaSpec
+from ..layers.attention import AttentionBatch
+from ..layers.delta import DeltaNet
+from ..layers.linear import Linear
+from ..quant.weights import Placement, WeightMap, keep_at_hand
+
+
+class DeltaBlock(nn.Module):
+    """Fused projections of q, k, v and z; another one of what decides of strength (b) and decay (a), which checkpoints
+    leave in 16 bits; the delta net; output projection."""
+
+    name = "linear_attn"  # in the checkpoint
+
+    def __init__(self, spec: DeltaSpec, config: ModelConfig, place: Placement) -> None:
+        super().__init__()
+        heads, hidden = spec.num_value_heads, config.hidden_size
+        self.sizes = [spec.channels, spec.value_size]
+        parts, gates = {"qkv": spec.channels, "z": spec.value_size}, {"b": heads, "a": heads}
+        order: Mapping[str, Tensor] = {}
+        if spec.by_head:
+            parts, gates = {"qkvz": sum(self.sizes)}, {"ba": 2 * heads}
+            values = spec.value_size // spec.num_key_heads
+            order = {
+                "qkvz": _by_part(spec.num_key_heads, [spec.key_dim, spec.key_dim, values, values]),
+                "ba": _by_part(spec.num_key_heads, [heads // spec.num_key_heads] * 2),
+            }
+        self.qkvz = Linear(hidden, parts, place=place, row_order={k: v for k, v in order.items() if k in parts})
+        self.gates = Linear(hidden, gates, place=place, row_order={k: v for k, v in order.items() if k in gates})
+        self.delta = DeltaNet(spec, config.norm_eps, place)
+        self.output = Linear(spec.value_size, {"out": hidden}, place=place, rule="row")
+        keep_at_hand(self)
+
+    def weight_map(self, prefix: str) -> WeightMap:
+        return {
+            **{f"{prefix}.in_proj_{part}": (self.qkvz, part) for part in self.qkvz.shape.parts},
+            **{f"{prefix}.in_proj_{part}": (self.gates, part) for part in self.gates.shape.parts},
+            **self.delta.weight_map(prefix),
+            f"{prefix}.out_proj": (self.output, "out"),
+        }
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
+    ) -> Tensor | None:
+        """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
+        mixed, z = self.qkvz(x).split(self.sizes, dim=1)
+        out = self.delta(mixed, self.gates(x), z, batch.state)
+        if wanted is not None:
+            return self.output(out.index_select(0, wanted))
+        return self.output.add_to(residual, out)
+
+
+def _by_part(num_heads: int, sizes: list[int]) -> Tensor:
+    """Rows that the file has by head, each with its share of every part, put part by part: int64 [all rows]."""
+    rows = torch.arange(num_heads * sum(sizes)).view(num_heads, -1)
+    return torch.cat([part.flatten() for part in rows.split(sizes, dim=1)])

@@ -1,0 +1,92 @@
+"""Random workloads of a model with recurrent state, on a device whose states are hash chains: see state_device."""
+
+from __future__ import annotations
+
+import inspect
+from types import ModuleType
+
+import pytest
+
+import vserve.engine.schedule.kv_cache as kv_cache_module
+import vserve.engine.schedule.scheduler as scheduler_module
+import vserve.engine.schedule.state_group as state_group_module
+
+from .state_device import EagerDevice, StateSimulation
+from .test_scheduler_properties import PARTS, TOTAL_STEPS, caught, quiet, simulate_many  # noqa: F401
+
+EVENTS = {  # in 20,000 steps
+    "restore": 500, "prompt snapshot": 1000, "decode snapshot": 300, "skipped export": 200, "waits for a slot": 2000,
+    "goes on in a snapshot": 4, "preemption": 100, "mixed step": 500, "overlapped decode": 2000,
+    "failed step": 200, "postponed": 50,
+    "stop": 500, "length": 500,
+}  # fmt: skip
+
+
+def states_are_right(first_seed: int, steps: float, **options) -> None:
+    num_steps, seen = simulate_many(first_seed, steps, simulation_type=StateSimulation, **options)
+    for event, count in EVENTS.items():
+        least = int(0.5 * count * num_steps / 20_000)
+        assert seen[event] >= least, f"{event} happened {seen[event]} times only in {num_steps} steps"
+
+
+def test_any_workload_with_states_gives_what_each_request_gets_alone() -> None:
+    states_are_right(51, TOTAL_STEPS / PARTS / 8)
+
+
+@pytest.mark.parametrize("options", [{}, {"windowed": True}, {"stages": True}])
+@pytest.mark.slow
+def test_many_more_workloads_with_states(options: dict[str, bool]) -> None:
+    states_are_right(3_000_000, TOTAL_STEPS / PARTS, **options)
+
+
+START = "            pool.share(source)\n"
+MUTATIONS = {  # what is broken: (file, what is to be replaced by what)
+    "admitted without a slot": ("kv_cache", ("if state is not None and not state.pool.num_free:", "if False:")),
+    "matching past a snapshot": ("kv_cache", ("hits = self._match(request, length)", "break")),
+    "what a failed step was to write registered": ("kv_cache", ("self.state.drop(registered)", "pass")),
+    "snapshots of a failed step not revoked": (
+        "state_group", ("snapshot.registered.append((pool, snapshot.slot, key))", "pass"),
+    ),
+    "registered before the step is given out": (
+        "state_group",
+        ("self.pending.append(Pending(request, index, slot, registered, decoded))",
+         "self._register(Pending(request, index, slot, registered, decoded))"),
+    ),
+    "a prompt's last token taken for folded": (
+        "state_group",
+        ("prompt_end = request.num_tokens - 1", "prompt_end = request.num_tokens"),
+        ("folds_to = end - (end == request.target)", "folds_to = end"),
+    ),
+    "registered under a later key": ("state_group", ("self.block_size - 1, req", "self.block_size, req")),
+    "a snapshot overwritten while it is copied": (
+        "state_group", (START, START + "            pool.release([source] if slot == NULL_SLOT else [])\n"),
+        ("if source != held.slot:", "if False:"),
+    ),
+    "chunks that end anywhere": ("state_group", ("max(0, end - end % self.grain - start)", "num_new")),
+    "the slot of who leaves kept": ("kv_cache", ("self.state.free(request)", "self.state.held.pop(request.id)")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.slow
+def test_oracle_sees_broken_books_of_states(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    room, *replacements = MUTATIONS[mutation]
+    module = {"kv_cache": kv_cache_module, "state_group": state_group_module}[room]
+    source = inspect.getsource(module)
+    for right, wrong in replacements:
+        assert source.count(right) == 1, f"the line to break is in {room}.py {source.count(right)} times"
+        source = source.replace(right, wrong)
+    broken = ModuleType(module.__name__)
+    exec(compile(source, f"broken {room}.py", "exec"), broken.__dict__)
+    if room == "kv_cache":
+        monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)
+    else:
+        monkeypatch.setattr(kv_cache_module, "StateGroup", broken.StateGroup)
+    for options in ({}, {"stages": True}):
+        if caught(400, simulation_type=StateSimulation, **options):
+            return
+    pytest.fail("nothing noticed")
+
+
+def test_oracle_sees_a_device_that_folds_what_may_be_taken_back() -> None:
+    assert "ahead of its tokens" in caught(200, simulation_type=StateSimulation, device=EagerDevice)

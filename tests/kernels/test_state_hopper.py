@@ -1,0 +1,48 @@
+"""The kernels of states, compiled for a Hopper GPU on a machine that needs none: nothing is spilt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+COMPILE = """
+from vserve.kernels.launch import pdl
+from vserve.kernels.state import delta_net
+from vserve.kernels.state.step import StateStep
+
+pdl.pdl_available = lambda device: True
+heads, drafts, rows = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+state_dtype = getattr(torch, sys.argv[4])
+channels = 32 * 128 + heads * 128
+both = torch.zeros(40, channels + 8 * heads, dtype=torch.bfloat16)
+columns = [torch.zeros(3, dtype=torch.int32) for _ in range(6)]
+step = StateStep(*columns, torch.zeros(4, dtype=torch.int32), rows, 1 + drafts)  # the rows behind them: prompts
+ring = torch.zeros(4, 8 if drafts == 0 else 16, channels + 2 * heads, dtype=torch.bfloat16)
+state = torch.zeros(4, heads, 128, 128, dtype=state_dtype)
+delta_net.delta_net_triton(
+    both[:, :channels], both[:, channels : channels + 2 * heads], torch.zeros(channels, 4, dtype=torch.bfloat16),
+    torch.zeros(heads), torch.zeros(heads), ring, state, step, 16,
+)
+print(json.dumps([
+    dict(name=name, shared=kernel.metadata.shared, wgmma="wgmma.mma" in kernel.asm["ptx"], **resources(kernel))
+    for name, kernel in kernels.values()
+]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("heads", "drafts", "rows", "state_dtype"), [(32, 0, 1, "float32"), (48, 0, 1, "float16"), (32, 3, 3, "float32")]
+)
+def test_compiles_without_spills(
+    heads: int, drafts: int, rows: int, state_dtype: str, run_for_hopper: Callable[..., Any]
+) -> None:
+    found = run_for_hopper(COMPILE, str(heads), str(drafts), str(rows), state_dtype)
+    names = {kernel["name"] for kernel in found}
+    prompts = {"_conv_kernel", "_chunk_kernel", "_pass_kernel", "_write_ring_kernel"}
+    assert names == {"_delta_decode_kernel"} | (prompts if rows < 3 else set())
+    for kernel in found:
+        assert kernel["local"] == 0 and kernel["stack"] == 0, kernel
+        assert kernel["wgmma"] == (kernel["name"] in ("_chunk_kernel", "_pass_kernel")), kernel
+        assert kernel["shared"] <= 227 << 10, kernel
