@@ -131,7 +131,7 @@ def kv_layout(
     config, stage = model.config, model.place.stage
     if stage.count == 1:
         return KVLayout.of([*model.kv_specs(), *drafting], block_size, max_model_len, format)
-    whole = KVLayout.of([layer.attention.kv for layer in config.layers], block_size, max_model_len, format)
+    whole = KVLayout.of(config.kv_specs, block_size, max_model_len, format)
     return whole.of_stage(model.kv_specs(), stage.indices(len(config.layers)))
 
 

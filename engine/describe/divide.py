@@ -79,6 +79,8 @@ def kv_share(config: ModelConfig, index: int, size: int) -> KVSpec:
     """What a rank keeps of a token in a layer: neighbours share the heads of keys where these are fewer than ranks, and
     latents are whole on every rank."""
     spec = config.layers[index].attention
+    if not spec.kv.num_kv_heads:
+        return spec.kv
     layout = None if config.foreign is None else config.foreign.layout
     if not isinstance(spec, AttentionSpec) or (layout is not None and not layout.is_divided(layout.attention[index])):
         return spec.kv
@@ -136,6 +138,8 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
         refuse(f"{config.architecture} is computed by transformers' code, which is not cut into stages", size)
     if not config.causal:
         refuse(f"{config.architecture} reads texts both ways, which is not cut into stages", size)
+    if not is_cut(config):
+        refuse(f"layers of {config.architecture} read what others keep, and are not cut into stages", size)
     num_layers = len(config.layers)
     if size > num_layers:
         raise ModelError(
@@ -147,6 +151,12 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
             f"--pipeline-layer-partition {','.join(map(str, counts))} deals out {sum(counts)} layers, and the model "
             f"has {num_layers}: name so many, or leave it out for {','.join(map(str, split(config, size)))}"
         )
+
+
+def is_cut(config: ModelConfig) -> bool:
+    """Whether stages can have some of the layers each: those of our own that need nothing of others but the stream."""
+    alone = not any(layer.token_vector or not layer.attention.kv.num_kv_heads for layer in config.layers)
+    return config.foreign is None and config.causal and alone
 
 
 def refuse(reason: str, size: int) -> None:
@@ -273,7 +283,7 @@ def more_ranks(model: ModelConfig, now: int, weights: int, cache: int, expert_pa
 
 def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple[int, float, int]:
     """As more_ranks, of stages: the fewest that bring room. Each has its own layers, and the cache of these alone."""
-    if model.foreign is not None or not model.causal:
+    if not is_cut(model):
         return 0, 0.0, 0
     for count in range(now + 1, min(len(model.layers), MOST) + 1):
         if (left := cache + weights - weights * now // count) > 0:

@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..families.encoders import EncoderFamily, EncoderSpec, find_encoder
 from ..families.family import Family, Names
 from ..families.head_spec import HeadSpec
-from ..families.layer_spec import AttentionSpec, FrameSpec, LayerSpec
+from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec
 from ..families.raw_config import architectures, model_type
 from ..families.refused import refusal
 from ..families.registry import find_family
@@ -59,6 +59,12 @@ class ModelConfig:
         stretched = [int(rope.original_length * rope.factor) for rope in ropes if rope is not None and rope.stretches]
         length = min(stretched, default=self.max_position_embeddings)
         return min(length, self.longest or length)
+
+    @property
+    def kv_specs(self) -> list[KVSpec]:
+        """What each layer that keeps keys and values keeps of a token."""
+        found = (layer.attention.kv for layer in self.layers)
+        return [spec for spec in found if spec.num_kv_heads]
 
     def named(self, path: str) -> str:
         """A path, in llama's names, as the checkpoint names it."""

@@ -62,7 +62,11 @@ _BEGINNINGS = {
     ),
     # They begin or end like others, and are decoders.
     "Ernie4_5": "",
-    "Gemma3ForConditionalGeneration": "",  # of which the decoder is served
+    # Of these, the decoder is served.
+    **dict.fromkeys(
+        ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+        "",
+    ),
     "ModernBertDecoder": "",
 }  # fmt: skip
 _ENDINGS = {

@@ -9,6 +9,7 @@ from ..errors import ModelError
 from .deepseek import DEEPSEEK_V2, DEEPSEEK_V3, GLM4_MOE_LITE, MINICPM3
 from .family import Family
 from .gemma import GEMMA, GEMMA2, GEMMA3, GEMMA3_PICTURES
+from .gemma4 import GEMMA4, GEMMA4_PICTURES, GEMMA4_UNIFIED
 from .glm import GLM, GLM4, GLM4_MOE
 from .gpt_oss import GPT_OSS
 from .head_spec import base_name
@@ -25,6 +26,7 @@ from .llama import (
     SEED_OSS,
     SMOLLM3,
 )
+from .mixtures import HY_V3, LAGUNA, MIMO_V2, MINIMAX_M2
 from .olmo import COHERE, COHERE2, EXAONE4, OLMO2, OLMO3, OLMOE
 from .qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE
 from .raw_config import architectures, model_type
@@ -33,7 +35,8 @@ from .refused import refusal
 FAMILIES = (
     LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GEMMA3_PICTURES, PHI3, GLM, GLM4, GRANITE, COHERE, COHERE2,
     OLMO2, OLMO3, SMOLLM3, SEED_OSS, EXAONE4, MIXTRAL, QWEN2_MOE, QWEN3_MOE, OLMOE, GRANITE_MOE, GRANITE_MOE_SHARED,
-    GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MINICPM3, GLM4_MOE_LITE,
+    GLM4_MOE, DEEPSEEK_V2, DEEPSEEK_V3, GPT_OSS, MINICPM3, GLM4_MOE_LITE, GEMMA4, GEMMA4_PICTURES, GEMMA4_UNIFIED,
+    MINIMAX_M2, MIMO_V2, HY_V3, LAGUNA,
 )  # fmt: skip
 BOTH_WAYS = (EUROBERT, LLAMA_BOTH_WAYS)  # they generate nothing
 _BY_ARCHITECTURE = {family.architecture: family for family in (*FAMILIES, *BOTH_WAYS)}

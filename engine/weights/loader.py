@@ -280,7 +280,7 @@ def whole_of(model: Model) -> Model:
 def _load_cache_scales(checkpoint: Checkpoint, model: Model) -> None:
     """For a cache of 8 bits, whether there will be one or not: a number or a few a layer."""
     layers, place = model.attention_layers(), model.place
-    heads = [layer.attention.kv.num_kv_heads for layer in model.config.layers]
+    heads = [spec.num_kv_heads for spec in model.config.kv_specs]  # those that keep nothing are the last layers
     mine = place.stage.indices(len(heads))
     for layer, scales in read_cache_scales(checkpoint, heads).items():
         if layer in mine:

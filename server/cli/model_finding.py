@@ -98,8 +98,7 @@ def _fit(
         left = min(left, CPU_CACHE_BYTES)
     card = torch.cards[0].total if on_card and torch.cards else 0
     chunk = engine.max_num_batched_tokens or default_limits(card)[0]
-    specs = [layer.attention.kv for layer in config.layers]
-    layout = KVLayout.of(specs, engine.block_size, length, planned_format(kept, config))
+    layout = KVLayout.of(config.kv_specs, engine.block_size, length, planned_format(kept, config))
     block, blocks = layout.block_bytes(item), layout.request_blocks(length, chunk)
     most = max(engine.block_size, layout.longest_request(left // block, chunk, length))
     taken = gib(blocks * block)
