@@ -71,6 +71,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mimo_v2_flash": {"num_experts_per_tok": 3, "n_routed_experts": 5, "moe_intermediate_size": 40, "head_dim": 24,
         "v_head_dim": 16, "sliding_window": 8, "num_hidden_layers": 3, "num_key_value_heads": 2,
         "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    # A position counts for the scale of queries from 8 on; chunks are of 8 positions.
+    "llama4_text": {"num_local_experts": 5, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8, "intermediate_size_mlp": 112, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
+        "floor_scale": 8, "attn_scale": 0.8},
     "hy_v3": {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40},
     "laguna": {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40, "sliding_window": 8,
         "shared_expert_intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads_per_layer": [4, 6, 4],

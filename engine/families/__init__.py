@@ -4,6 +4,7 @@ family: what a model family is, and what most of them read of config.json in the
 registry: which family a config.json is of; architectures that are refused stand in refused
 
 llama: Llama, and Mistral, Mixtral, Phi 3, Seed-OSS, SmolLM 3, EuroBERT and Granite, which differ from it in little
+llama4: Llama 4
 qwen: Qwen 2 and 3, and their mixtures
 gemma: Gemma 1, 2 and 3
 gemma4: Gemma 4

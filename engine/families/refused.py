@@ -64,7 +64,10 @@ _BEGINNINGS = {
     "Ernie4_5": "",
     # Of these, the decoder is served.
     **dict.fromkeys(
-        ("Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration"),
+        (
+            "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+            "Llama4ForConditionalGeneration",
+        ),
         "",
     ),
     "ModernBertDecoder": "",

@@ -83,6 +83,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
             "norm_topk_prob": False, "attention_bias": True, "routed_scaling_factor": 1.5},
         "sparse": {"mlp_layer_types": ["sparse", "dense", "sparse"], "v_head_dim": 32},
     },
+    "llama4_text": {
+        "gqa": {},
+        "plain": {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
+            "attention_chunk_size": 12, "moe_layers": [0]},
+        "whole": {"layer_types": ["full_attention"] * 3, "moe_layers": [0, 1, 2]},
+    },
     "hy_v3": {"gqa": {}, "biases": {"attention_bias": True, "mlp_layer_types": ["sparse", "dense"],
         "num_shared_experts": 2, "tie_word_embeddings": True}},
     "laguna": {
