@@ -174,7 +174,7 @@ def tiny_checkpoint(
                 torch.nn.init.normal_(weight, 0.0, 0.5)
             elif name.endswith("sinks"):
                 torch.nn.init.normal_(weight, 0.0, 2.0)
-            elif "norm" in name or name.endswith(("scale", "layer_scalar")):
+            elif "norm" in name or name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
                 torch.nn.init.normal_(weight, 1.0, 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(folder)

@@ -71,7 +71,9 @@ def _of_full_layers(raw: RawConfig, windows: list[int]) -> RawConfig:
     if keys is not None:
         heads["num_key_value_heads"] = keys
     if (each := raw.values.get("per_layer_config")) is not None:
-        found = [each.get(str(i)) if isinstance(each, dict) else None for i, window in enumerate(windows) if not window]
+        each = each if isinstance(each, dict) else {}
+        by_layer = {int(key): value for key, value in each.items() if str(key).isdigit()}  # "5", or "05"
+        found = [by_layer.get(index) for index, window in enumerate(windows) if not window]
         if not all(isinstance(one, dict) and one == found[0] for one in found):
             raise ModelError(
                 "config.json: per_layer_config has other heads for each layer without a window, read are the same for "
@@ -109,7 +111,10 @@ def gemma4_frame(raw: RawConfig) -> FrameSpec:
 
 
 _OWN = {"global_head_dim": 512, "num_global_key_value_heads": None, "num_experts_per_tok": None}
-_NO_VECTORS = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 1, "enable_moe_block": False}
+_NEITHER = {  # vectors of tokens, nor experts
+    "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 1, "enable_moe_block": False, "top_k_experts": None,
+    "moe_intermediate_size": None,
+}  # fmt: skip
 _NAMES = (
     *NAMES,
     (".mlp.shared_expert", ".mlp"),
@@ -137,5 +142,5 @@ GEMMA4_PICTURES = Family(
 )
 GEMMA4_UNIFIED = Family(
     "Gemma4UnifiedForConditionalGeneration", "gemma4_unified", gemma4_layers, gemma4_frame,
-    own=_OWN | _NO_VECTORS | {"num_experts": None}, **_INSIDE,
+    own=_OWN | _NEITHER, **_INSIDE,
 )  # fmt: skip

@@ -190,7 +190,9 @@ def laguna_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
             f"config.json: gating is {gating!r:.60}, supported are per-head and per-element: use another model"
         )
     if raw.get("moe_apply_router_weight_on_input"):
-        raise ModelError("config.json: moe_apply_router_weight_on_input is set, which is not supported: use another model")
+        raise ModelError(
+            "config.json: moe_apply_router_weight_on_input is set, which is not supported: use another model"
+        )
     gate = "element" if gating == "per-element" else "head"
     shape = {"qk_norm": "head", "gate": gate, "output_bias": bool(raw.get("attention_bias"))}
     count = layer_count(raw)
