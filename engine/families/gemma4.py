@@ -137,9 +137,7 @@ _INSIDE: dict[str, Any] = {
     "ignored": _BESIDE,
 }
 GEMMA4 = Family("Gemma4ForCausalLM", "gemma4_text", gemma4_layers, gemma4_frame, own=_OWN, names=_NAMES)
-GEMMA4_PICTURES = Family(
-    "Gemma4ForConditionalGeneration", "gemma4", gemma4_layers, gemma4_frame, own=_OWN, **_INSIDE
-)
+GEMMA4_PICTURES = Family("Gemma4ForConditionalGeneration", "gemma4", gemma4_layers, gemma4_frame, own=_OWN, **_INSIDE)
 GEMMA4_UNIFIED = Family(
     "Gemma4UnifiedForConditionalGeneration", "gemma4_unified", gemma4_layers, gemma4_frame,
     own=_OWN | _NEITHER, **_INSIDE,

@@ -22,9 +22,7 @@ def llama4_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
         (index + 1) % raw.count("no_rope_layer_interval") != 0 for index in range(count)
     ]
     if len(rotated) < count:
-        raise ModelError(
-            f"config.json: no_rope_layers has {len(rotated)} entries for {count} layers: correct the file"
-        )
+        raise ModelError(f"config.json: no_rope_layers has {len(rotated)} entries for {count} layers: correct the file")
     kinds = raw.optional_list("layer_types") or [_CHUNKED if there else _FULL for there in rotated[:count]]
     if len(kinds) != count or any(kind not in (_FULL, _CHUNKED) for kind in kinds):
         raise ModelError(
