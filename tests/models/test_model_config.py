@@ -486,7 +486,7 @@ def test_dtype_of_a_silent_config_is_that_of_the_weights(tmp_path: Path, tiny_mo
         ),
         (
             {"rope_scaling": {"rope_type": "xpos", "factor": 4}},
-            "config.json: rope type 'xpos', supported are default, linear, dynamic, yarn, llama3, longrope, proportional",
+            "config.json: rope type 'xpos', supported are default, linear, dynamic, yarn, llama3, longrope, ",
         ),
         (
             {"rope_scaling": {"rope_type": "longrope", "factor": 4}},
