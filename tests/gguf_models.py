@@ -27,7 +27,14 @@ ARCHITECTURES = {
     "cohere": "command-r", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2", "glm4_moe": "glm4moe",
 }  # fmt: skip
 # What converters call the pre-tokenisers of these architectures; any of them reads the tiny tokenizer.
-PRE = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "gpt-oss": "gpt-4o", "minimax-m2": "minimax-m2", "glm4moe": "glm4"}
+PRE = {
+    "llama": "llama-bpe",
+    "qwen2": "qwen2",
+    "qwen3": "qwen2",
+    "gpt-oss": "gpt-4o",
+    "minimax-m2": "minimax-m2",
+    "glm4moe": "glm4",
+}
 PERMUTED = ("llama", "granite")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 

@@ -89,6 +89,7 @@ class Foreign:
     values: Mapping[str, Any]  # config.json
     code: Path | None = None  # the folder whose code it is; None: transformers'
     layout: Layout | None = None  # what a probe of it found
+    coded_experts: bool = False  # the checkpoint has them quantised, one each
 
     def log_line(self, asked: str) -> str:
         """The line that says whose code computes the model, and why. `asked`: --model-impl."""
