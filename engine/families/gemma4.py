@@ -67,19 +67,19 @@ def _attention(raw: RawConfig, **settings: Any) -> AttentionSpec:
 def _of_full_layers(raw: RawConfig, windows: list[int]) -> RawConfig:
     """With the heads of layers without a window, in one of two spellings: for all of them, or of each."""
     keys = raw.optional_count("num_global_key_value_heads") if raw.get("attention_k_eq_v") else None
-    heads: dict[str, Any] = {"head_dim": raw.count("global_head_dim")}
+    heads: Any = {"head_dim": raw.count("global_head_dim")}
     if keys is not None:
         heads["num_key_value_heads"] = keys
     if (each := raw.values.get("per_layer_config")) is not None:
         each = each if isinstance(each, dict) else {}
         by_layer = {int(key): value for key, value in each.items() if str(key).isdigit()}  # "5", or "05"
         found = [by_layer.get(index) for index, window in enumerate(windows) if not window]
-        if not all(isinstance(one, dict) and one == found[0] for one in found):
+        heads = found[0]
+        if not all(isinstance(one, dict) and one == heads for one in found):
             raise ModelError(
                 "config.json: per_layer_config has other heads for each layer without a window, read are the same for "
                 "all of them: use another model"
             )
-        heads = found[0]
     return RawConfig({**raw.values, **heads}, raw.defaults)
 
 

@@ -109,7 +109,7 @@ def mimo_v2_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     ropes = given if isinstance(given, dict) and FULL in given else ropes
     raw = RawConfig({**raw.values, "rope_parameters": ropes}, raw.defaults)
     full, sliding = _two_attentions(raw, ropes)
-    shape = {
+    shape: dict[str, Any] = {
         "value_dim": raw.count("v_head_dim"),
         "value_scale": raw.optional_number("attention_value_scale") or 1.0,
         "sinks_name": "attention_sink_bias",
@@ -194,7 +194,7 @@ def laguna_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
             "config.json: moe_apply_router_weight_on_input is set, which is not supported: use another model"
         )
     gate = "element" if gating == "per-element" else "head"
-    shape = {"qk_norm": "head", "gate": gate, "output_bias": bool(raw.get("attention_bias"))}
+    shape: dict[str, Any] = {"qk_norm": "head", "gate": gate, "output_bias": bool(raw.get("attention_bias"))}
     count = layer_count(raw)
     heads = raw.optional_list("num_attention_heads_per_layer") or [full.num_heads] * count
     if len(heads) != count or any(type(n) is not int or n < 1 or n % full.num_kv_heads for n in heads):

@@ -49,7 +49,9 @@ class AttentionBlock(nn.Module):
         # k change their places alike.
         turned = spec.interleaved and spec.rope is not None and place.device.type != "meta"  # where nothing is loaded
         head = halves_first(dim, spec.rotary_dim) if turned else None
-        order = {} if head is None else {part: _of_heads(head, sizes[part]) for part in ("q", "k") if part in sizes}
+        order: dict[str, Tensor] = (
+            {} if head is None else {part: _of_heads(head, sizes[part]) for part in ("q", "k") if part in sizes}
+        )
         self.qkv = Linear(
             input_size or config.hidden_size,
             {"qkv": sum(sizes.values())} if spec.fused else sizes,

@@ -126,7 +126,8 @@ class DecoderLayer(nn.Module):
             self.mlp_after.in_place(y)
         if self.end is not None:
             residual.add_(y)
-            vector = batch.token_vectors[:, self.index] if self.token_vector else None
+            vectors = batch.token_vectors
+            vector = vectors[:, self.index] if self.token_vector and vectors is not None else None
             self.end(residual, vector if wanted is None or vector is None else vector.index_select(0, wanted))
             return None, residual
         return (x if y is None else y if x is None else x + y), residual

@@ -12,7 +12,7 @@ from ...kernels.norm.norm import Unnormed, rms_norm
 from ..describe.model_config import ModelConfig
 from ..families.layer_spec import MLPSpec, MoESpec
 from ..layers.experts import Experts
-from ..layers.norm import Normed, make_norm
+from ..layers.norm import Norm, Normed, make_norm
 from ..layers.routing import Router
 from ..quant.format import FLOATS, Format, Stored
 from ..quant.weights import Placement, WeightMap, frozen, keep_at_hand
@@ -31,7 +31,7 @@ class ApartMixture(nn.Module):
         self.scales = RouterScales(spec.routing.num_experts, hidden, config.norm_eps, place)
         self.experts = Experts(spec, hidden, place)
 
-        def norm() -> nn.Module:
+        def norm() -> Norm:
             return make_norm(config.frame.norm, (hidden,), config.norm_eps, place)
 
         self.input_norm, self.experts_norm, self.shared_norm = norm(), norm(), norm()

@@ -67,15 +67,15 @@ class Mixture(nn.Module):
     def forward(self, x: Normed, residual: Tensor | None) -> Tensor | None:
         """→ None: all has been added to residual, which is rounded once. Where residual is None, the result itself."""
         assert not isinstance(x, Fp8Rows), "a router asks for none"
-        x, ids, weights = self.router(x, self.experts.mine)
-        beside, inputs = None, x
+        normed, ids, weights = self.router(x, self.experts.mine)
+        beside, inputs = None, normed
         if self.weighs_input:  # the experts' result is then taken as it is, where this rank has the expert
             here = ids < len(self.experts.mine)
-            inputs, weights = x * weights.sigmoid().to(x.dtype), here.to(weights.dtype)
+            inputs, weights = normed * weights.sigmoid().to(normed.dtype), here.to(weights.dtype)
         if self.shared is not None:
-            beside = self.shared(x, None)
+            beside = self.shared(normed, None)
             if self.shared_gate is not None:
-                beside *= torch.sigmoid(self.shared_gate(x))
+                beside *= torch.sigmoid(self.shared_gate(normed))
         total: Tensor = self.experts(inputs, ids, weights, beside, residual)
         return total if residual is None else None
 
