@@ -193,7 +193,7 @@ class CausalLM(nn.Module):
         _bind_readers(zip((spec.attention for spec in specs), kept, strict=True))
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
         self.features: Features | None = None  # hidden states that a drafting head reads; None: none does
-        routers = [layer.mlp.router if isinstance(layer.mlp, Mixture) else None for layer in self._layers]
+        routers = [None if isinstance(layer.mlp, MLP) else layer.mlp.router for layer in self._layers]
         self.expert_load = watch(routers, place.device)
         self.eval()
 
