@@ -100,6 +100,20 @@ def test_dummy_weights_of_a_quantised_configuration(
     assert all(bool(row.isfinite().all()) for row in logits_of(model))  # type: ignore[arg-type]
 
 
+def test_tables_of_tokens_are_not_quantised_at_load(tiny_model: Callable[..., Path]) -> None:
+    folder = make(tiny_model, "gemma4_text")
+    model = load_model(
+        folder, read_folder(folder, quantization="int8"), dtype=torch.float32, device=torch.device("cpu"),
+        max_model_len=64,
+    )  # fmt: skip
+    assert isinstance(model, CausalLM) and model.token_vectors is not None
+    assert torch.equal(
+        model.token_vectors.table.weight,
+        load_file(folder / "model.safetensors")["model.embed_tokens_per_layer.weight"],
+    )
+    assert difference(logits_of(model), oracle(folder)) > 1e-4, "matrices are"
+
+
 # Text inside of a model that sees: its class, model_type, and what names begin with in either dialect.
 INSIDE = {
     "gemma4_text": ("Gemma4ForConditionalGeneration", "gemma4", "vision_tower.", "embed_vision."),
