@@ -24,10 +24,17 @@ HALVES: Mapping[str, tuple[int, ...]] = {
 # transformers' model_type → llama.cpp's architecture, where they differ.
 ARCHITECTURES = {
     "mistral": "llama", "mixtral": "llama", "qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "gemma3_text": "gemma3",
-    "cohere": "command-r", "gpt_oss": "gpt-oss",
+    "cohere": "command-r", "gpt_oss": "gpt-oss", "minimax_m2": "minimax-m2", "glm4_moe": "glm4moe",
 }  # fmt: skip
 # What converters call the pre-tokenisers of these architectures; any of them reads the tiny tokenizer.
-PRE = {"llama": "llama-bpe", "qwen2": "qwen2", "qwen3": "qwen2", "gpt-oss": "gpt-4o"}
+PRE = {
+    "llama": "llama-bpe",
+    "qwen2": "qwen2",
+    "qwen3": "qwen2",
+    "gpt-oss": "gpt-4o",
+    "minimax-m2": "minimax-m2",
+    "glm4moe": "glm4",
+}
 PERMUTED = ("llama", "granite")
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 
@@ -126,7 +133,7 @@ def stacked(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if match := re.fullmatch(r"(.*\.experts)\.(\d+)\.(.*)", name):
             experts.setdefault(f"{match[1]}.{match[3]}", {})[int(match[2])] = tensor
         else:
-            found[name] = tensor
+            found[name.replace("e_score_correction_bias", "e_score_correction.bias")] = tensor
     found |= {name: torch.stack([each[i] for i in range(len(each))]) for name, each in experts.items()}
     for name in [name for name in found if ".mlp.experts." in name and name.endswith(("proj", "proj_bias"))]:
         found |= separated(name, found.pop(name))  # of gpt-oss
@@ -150,7 +157,7 @@ def one_each(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if match := re.fullmatch(r"(.*\.experts)\.(.*)", name):
             found |= {f"{match[1]}.{expert}.{match[2]}": one for expert, one in enumerate(tensor)}
         else:
-            found[name.replace(".sinks.weight", ".sinks")] = tensor
+            found[name.replace(".sinks.weight", ".sinks").replace("correction.bias", "correction_bias")] = tensor
     return found
 
 
@@ -158,7 +165,7 @@ def own_keys(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """What llama.cpp's converter writes of one architecture."""
     eps = config.get("rms_norm_eps", config.get("layer_norm_eps"))
     found: dict[str, Any] = {f"attention.layer_norm_{'' if arch == 'command-r' else 'rms_'}epsilon": float(eps)}
-    experts = config.get("num_local_experts", config.get("num_experts"))
+    experts = config.get("num_local_experts", config.get("num_experts", config.get("n_routed_experts")))
     if experts is not None:
         found |= {"expert_count": experts, "expert_used_count": config["num_experts_per_tok"]}
     if "moe_intermediate_size" in config:
@@ -184,6 +191,20 @@ def own_keys(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
             "rope.scaling.type": rope["rope_type"],
             "rope.scaling.factor": float(rope["factor"]),
             "rope.scaling.original_context_length": rope["original_max_position_embeddings"],
+        }
+    if arch in ("minimax-m2", "glm4moe"):
+        found |= {
+            "rope.dimension_count": int(config["head_dim"] * config["rope_parameters"]["partial_rotary_factor"]),
+            "expert_gating_func": 2,
+        }
+    if arch == "minimax-m2":
+        found["expert_feed_forward_length"] = config["intermediate_size"]
+    if arch == "glm4moe":
+        found |= {
+            "expert_shared_count": config["n_shared_experts"],
+            "leading_dense_block_count": config["first_k_dense_replace"],
+            "expert_weights_scale": float(config["routed_scaling_factor"]),
+            "expert_weights_norm": config["norm_topk_prob"],
         }
     if arch == "command-r":
         found["logit_scale"] = float(config["logit_scale"])

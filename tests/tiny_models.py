@@ -37,6 +37,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 4.0},
     "gemma3_text": {"sliding_window": 8, "query_pre_attn_scalar": 24, "num_hidden_layers": 3,
         "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    # Layers without a window have longer heads, and values made as keys are; the last two layers keep nothing.
+    "gemma4_text": {"sliding_window": 8, "global_head_dim": 32, "num_global_key_value_heads": 1, "num_hidden_layers": 5,
+        "attention_k_eq_v": True, "layer_types": ["sliding_attention", "full_attention", "sliding_attention",
+        "sliding_attention", "full_attention"], "num_kv_shared_layers": 2, "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 300, "enable_moe_block": True,
+        "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 40, "final_logit_softcapping": 4.0},
     "phi3": {},
     "glm": {},
     "glm4": {},
@@ -66,6 +72,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 16, "beta_fast": 32.0, "beta_slow": 1.0}},
     "glm4_moe": {"num_experts_per_tok": 3, "n_routed_experts": 8, "moe_intermediate_size": 40, "attention_bias": True,
         "routed_scaling_factor": 1.5},
+    "minimax_m2": {"num_experts_per_tok": 3, "num_local_experts": 5, "rope_parameters": {"rope_type": "default",
+        "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    # Values are shorter than keys; the layer with a window has twice as many of both.
+    "mimo_v2_flash": {"num_experts_per_tok": 3, "n_routed_experts": 5, "moe_intermediate_size": 40, "head_dim": 24,
+        "v_head_dim": 16, "sliding_window": 8, "num_hidden_layers": 3, "num_key_value_heads": 2,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
+    # A position counts for the scale of queries from 8 on; chunks are of 8 positions.
+    "llama4_text": {"num_local_experts": 5, "num_experts_per_tok": 1, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 8, "intermediate_size_mlp": 112, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1],
+        "floor_scale": 8, "attn_scale": 0.8},
+    "hy_v3": {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40},
+    "laguna": {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40, "sliding_window": 8,
+        "shared_expert_intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads_per_layer": [4, 6, 4],
+        "moe_routed_scaling_factor": 1.5,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "granitemoe": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE},
     "granitemoeshared": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE, "shared_intermediate_size": 56},
     "qwen3_5_text": _DELTA,
@@ -172,7 +193,7 @@ def tiny_checkpoint(
                 torch.nn.init.normal_(weight, -3.0, 1.0)
             elif name.endswith("sinks"):
                 torch.nn.init.normal_(weight, 0.0, 2.0)
-            elif "norm" in name:
+            elif "norm" in name or name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
                 torch.nn.init.normal_(weight, 1.0, 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
     tiny_tokenizer().save_pretrained(folder)

@@ -17,7 +17,7 @@ from ..quant.weights import WeightHolder
 from .adapter import Adapter, Pair
 from .peft_files import AdapterError
 
-_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:mlp|block_sparse_moe)\.experts")
+_EXPERTS = re.compile(r"(?:.*\.)?layers\.(\d+)\.(?:mlp\.|block_sparse_moe\.|feed_forward\.|)experts")
 _EXPERT = re.compile(rf"({_EXPERTS.pattern})\.(\d+)\.(\w+)\.weight")
 _PARTS = {"gate_up_proj": ("gate", "up"), "down_proj": ("down",)}
 

@@ -78,14 +78,16 @@ def _refuse(reason: str, size: int) -> None:
 
 
 def kv_shares(config: ModelConfig, size: int, layers: Iterable[int] | None = None) -> list[KVSpec]:
-    """What a rank keeps of a token in each layer with attention, of `layers` (indexes) or all: neighbours share the
-    heads of keys where these are fewer than ranks, and latents are whole on every rank."""
+    """What a rank keeps of a token in each layer that keeps keys and values, of `layers` (indexes) or all: neighbours
+    share the heads of keys where these are fewer than ranks, and latents are whole on every rank."""
     layout, found = None if config.foreign is None else config.foreign.layout, []
     for index in range(len(config.layers)) if layers is None else layers:
         spec = config.layers[index].attention
+        if spec is None or not spec.kv.num_kv_heads:
+            continue
         if isinstance(spec, AttentionSpec) and (layout is None or layout.is_divided(layout.attention[index])):
             found.append(replace(spec.kv, num_kv_heads=max(1, spec.num_kv_heads // size)))
-        elif spec is not None:
+        else:
             found.append(spec.kv)
     return found
 
@@ -146,6 +148,8 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
         refuse(f"{config.architecture} reads texts both ways, which is not cut into stages", size)
     if config.has_state:
         refuse(f"{config.architecture} keeps recurrent states, and such a model is not cut into stages", size)
+    if not is_cut(config):
+        refuse(f"layers of {config.architecture} read what others keep, and are not cut into stages", size)
     num_layers = len(config.layers)
     if size > num_layers:
         raise ModelError(
@@ -157,6 +161,13 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
             f"--pipeline-layer-partition {','.join(map(str, counts))} deals out {sum(counts)} layers, and the model "
             f"has {num_layers}: name so many, or leave it out for {','.join(map(str, split(config, size)))}"
         )
+
+
+def is_cut(config: ModelConfig) -> bool:
+    """Whether stages can have some of the layers each: those of our own that need nothing of others but the stream."""
+    whole = (layer.attention is not None and layer.attention.kv.num_kv_heads for layer in config.layers)
+    alone = all(whole) and not any(layer.token_vector for layer in config.layers)
+    return config.foreign is None and config.causal and alone
 
 
 def refuse(reason: str, size: int) -> None:
@@ -286,7 +297,7 @@ def more_ranks(model: ModelConfig, now: int, weights: int, cache: int, expert_pa
 
 def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple[int, float, int]:
     """As more_ranks, of stages: the fewest that bring room. Each has its own layers, and the cache of these alone."""
-    if model.foreign is not None or not model.causal or model.has_state:
+    if not is_cut(model):
         return 0, 0.0, 0
     for count in range(now + 1, min(len(model.layers), MOST) + 1):
         if (left := cache + weights - weights * now // count) > 0:

@@ -61,8 +61,9 @@ class ModelConfig:
         return min(length, self.longest or length)
 
     def kv_specs(self) -> list[KVSpec]:
-        """Of the layers with attention."""
-        return [layer.attention.kv for layer in self.layers if layer.attention is not None]
+        """Of the layers that keep keys and values."""
+        found = (layer.attention.kv for layer in self.layers if layer.attention is not None)
+        return [spec for spec in found if spec.num_kv_heads]
 
     def state_specs(self) -> list[StateSpec]:
         """Of the layers that keep a state in the place of keys and values."""
@@ -95,6 +96,7 @@ class Foreign:
     values: Mapping[str, Any]  # config.json
     code: Path | None = None  # the folder whose code it is; None: transformers'
     layout: Layout | None = None  # what a probe of it found
+    coded_experts: bool = False  # the checkpoint has them quantised, one each
 
     def log_line(self, asked: str) -> str:
         """The line that says whose code computes the model, and why. `asked`: --model-impl."""

@@ -242,6 +242,8 @@ def reads_both_ways(raw: Mapping[str, Any]) -> bool:
 
 def _is_causal(raw: Mapping[str, Any], family: Family) -> bool:
     causal = flag(raw, "is_causal")
+    if raw.get("use_bidirectional_attention") == "vision":  # within pictures, which are not read
+        return family.causal
     if flag(raw, "use_bidirectional_attention") or causal is False:
         return False
     return family.causal or causal is True

@@ -59,7 +59,8 @@ class AttentionSpec:
     output_bias: bool = False
     # A norm before the rotation: over every query and key head with the same weights ("head"), with weights of its own
     # ("each"), or over all queries and over all keys ("width").
-    qk_norm: Literal["", "head", "each", "width"] = ""
+    # A norm without weights over each ("unit") is the same before and after it.
+    qk_norm: Literal["", "head", "each", "width", "unit"] = ""
     scale: float = 0.0  # of the scores; 0: 1 / sqrt(head_dim)
     soft_cap: float = 0.0  # scores become cap · tanh(score / cap); 0: they do not
     clip: float = 0.0  # queries, keys and values are clamped to ±clip before the rotation; 0: they are not
@@ -70,11 +71,22 @@ class AttentionSpec:
     value_dim: int = 0  # of values, where they are smaller or larger than keys; 0: head_dim
     # The result is multiplied by the sigmoid of a gate, which the file has behind each head's query.
     output_gate: bool = False
+    value_norm: bool = False  # an RMS norm without weights over every value head
+    value_scale: float = 1.0  # of values
+    keys_are_values: bool = False  # values are what makes the keys, before their norm and rotation
+    # It reads what the last layer before it with the same rotation, heads and window keeps, and keeps nothing.
+    reads_earlier: bool = False
+    chunked: bool = False  # a query sees the keys of its own `window` positions, counted from 0, not the last ones
+    # Queries at position p are multiplied by 1 + rate · log(1 + floor((p + 1) / length)): (rate, length).
+    temperature: tuple[float, int] | None = None
+    gate: Literal["", "head", "element"] = ""  # softplus of one more product multiplies each head, or each element
+    sinks_name: str = "sinks"  # in the checkpoint
 
     @property
     def kv(self) -> KVSpec:
         """What is kept of a token, by all ranks together."""
-        return KVSpec(self.num_kv_heads, self.head_dim, self.value_dim or self.head_dim, self.window)
+        heads = 0 if self.reads_earlier else self.num_kv_heads
+        return KVSpec(heads, self.head_dim, self.value_dim or self.head_dim, self.window)
 
     @property
     def rotary_dim(self) -> int:
@@ -193,6 +205,9 @@ class RoutingSpec:
     epsilon: float = 0.0
     factor: float = 1.0  # and multiplied by this
     fp32: bool = False  # the router's product is one of fp32 numbers
+    logit_cap: float = 0.0  # logits become cap · tanh(logit / cap); 0: they do not
+    correction_name: str = "e_score_correction_bias"  # in the file, behind the router's path
+    correction_apart: bool = False  # behind the path of what has router and experts, instead
 
 
 @dataclass(frozen=True)
@@ -205,7 +220,12 @@ class MoESpec:
     shared_gate: bool = False  # the shared expert's result is multiplied by the sigmoid of one more product
     shared_fused: bool = False  # the file has its gate and up in one matrix
     bias: bool = False  # of all products of the experts
-    activation: Literal["silu", "clamped"] = "silu"  # clamped: gpt-oss's
+    activation: Literal["silu", "clamped", "gelu_tanh"] = "silu"  # clamped: gpt-oss's
+    # The weights multiply what experts read, not what they make. Of one expert a token, by the sigmoid of its logit.
+    weighs_input: bool = False
+    # Router and experts read the residual stream beside the shared expert, each after a norm of its own; the router's
+    # weights are multiplied by a number an expert, and both results are normed before they are added (Gemma 4).
+    apart: bool = False
     limit: float = 7.0  # of the clamped activation
     # The file has all experts of a layer in one tensor: "stacked" [E, N, K], "transposed" [E, K, N], or, in "blocks",
     # MXFP4's codes uint8 [E, N, K / 32, 16] ("_blocks") and exponents uint8 [E, N, K / 32] ("_scales"). Its headers
@@ -230,6 +250,10 @@ class LayerSpec:
     # both, which are added to the residual together ("parallel").
     norms: Literal["pre", "post", "both", "parallel"] = "pre"
     residual_scale: float = 1.0  # of what mixer and MLP add to the residual stream
+    # Behind the MLP: a gated product with a vector of this length that the token has for this layer is added (0: none),
+    # and a learned number multiplies the residual stream.
+    token_vector: int = 0
+    scaled: bool = False
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec | None:
@@ -250,3 +274,4 @@ class FrameSpec:
     embedding_scale: float = 1.0  # rounded to the activations' dtype
     logit_scale: float = 1.0
     logit_cap: float = 0.0  # logits become cap · tanh(logit / cap), once they are scaled; 0: they do not
+    token_vectors: int = 0  # rows of the table of what each token has for each layer (token_vector); 0: there is none

@@ -64,9 +64,14 @@ _BEGINNINGS = {
     ),
     # They begin or end like others, and are decoders.
     "Ernie4_5": "",
-    "Gemma3ForConditionalGeneration": "",  # of which the decoder is served
-    "Qwen3_5ForConditionalGeneration": "",
-    "Qwen3_5MoeForConditionalGeneration": "",
+    # Of these, the decoder is served.
+    **dict.fromkeys(
+        (
+            "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
+            "Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
+        ),
+        "",
+    ),
     "ModernBertDecoder": "",
 }  # fmt: skip
 _ENDINGS = {

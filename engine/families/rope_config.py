@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ModelError
 from .raw_config import RawConfig, flag, number
 
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
 FULL, SLIDING = "full_attention", "sliding_attention"  # what transformers calls layers without and with a window
 
 
@@ -29,6 +29,7 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    share: float = 1.0  # of the pairs, the first ones: others have frequency 0 (proportional)
     # Of longrope, one for each pair of rotated elements: up to the original length, and beyond.
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -94,6 +95,9 @@ def _rope(
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):
         return RopeConfig(kind, theta, number(values, "factor"), original_length=max_position)
+    if kind == "proportional":
+        share = number(values, "partial_rotary_factor", 1.0)
+        return RopeConfig(kind, theta, number(values, "factor", 1.0), share=share)
     # A top-level original_max_position_embeddings wins, as in transformers.
     lengths = {**values, **{key: raw[key] for key in ("original_max_position_embeddings",) if raw.get(key)}}
     original = RawConfig(lengths, {"original_max_position_embeddings": max_position}).count(

@@ -63,7 +63,7 @@ class GGUFCheckpoint:
         expected = shapes_of(self.config)
         found: dict[str, GGUFTensor] = {}
         for tensor in self.file.tensors.values():
-            if tensor.name in _CONFIGURED:
+            if tensor.name in _CONFIGURED or self._drafts(tensor.name):
                 continue
             name = self._huggingface_name(tensor.name)
             if name is None:
@@ -151,6 +151,11 @@ class GGUFCheckpoint:
             return rows
         heads = self.config[_PERMUTED[layer]]
         return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2).contiguous()
+
+    def _drafts(self, name: str) -> bool:
+        """Whether it is of a layer behind the last one, which drafts."""
+        layer = name.partition(".")[2].partition(".")[0] if self.config.get("num_nextn_predict_layers") else ""
+        return layer.isdigit() and int(layer) >= self.config["num_hidden_layers"]
 
     def _huggingface_name(self, name: str) -> str | None:
         """None for what the model does not have."""

@@ -57,7 +57,15 @@ GPT_OSS = {
     "ffn_gate_inp": "mlp.router",
     **{f"ffn_{part}_exps": f"mlp.experts.{part}_proj" for part in ("gate", "up", "down")},
 }
-BARE = (".sinks",)  # what transformers names without "weight"
+_NO_MLP = {part: name for part, name in LLAMA.items() if part not in ("ffn_gate", "ffn_up", "ffn_down")}
+MINIMAX = {**_NO_MLP, **MIXTRAL, "exp_probs_b": "block_sparse_moe.e_score_correction_bias"}
+GLM_MOE = {
+    **{part: name for part, name in QWEN_MOE.items() if part not in ("ffn_norm", "ffn_gate_inp_shexp")},
+    "post_attention_norm": "post_attention_layernorm",
+    "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+}
+BARE = (".sinks", ".e_score_correction_bias")  # what transformers names without "weight" or "bias"
 
 
 @dataclass(frozen=True)
@@ -94,9 +102,39 @@ def _experts(keys: Keys) -> Settings:
 def _qwen_moe(keys: Keys, config: Settings) -> Settings:
     """Whether chosen weights are made to sum to 1 the files do not say: Qwen 3's are, Qwen 2's are not."""
     inner = keys.count("expert_feed_forward_length")
-    found = {**_experts(keys), "moe_intermediate_size": inner, "norm_topk_prob": keys.prefix == "qwen3moe"}
+    found = {**_experts(keys), "moe_intermediate_size": inner, "norm_topk_prob": keys.prefix != "qwen2moe"}
     if keys.prefix == "qwen2moe":
         found["shared_expert_intermediate_size"] = keys.count("expert_shared_feed_forward_length")
+    return found
+
+
+def _minimax(keys: Keys, config: Settings) -> Settings:
+    experts = _experts(keys)
+    inner = keys.count("expert_feed_forward_length", config["intermediate_size"])
+    rotated = keys.count("rope.dimension_count", config["head_dim"])
+    return {**experts, "num_local_experts": experts["num_experts"], "intermediate_size": inner, "rotary_dim": rotated}
+
+
+def _glm_moe(keys: Keys, config: Settings) -> Settings:
+    """Layers that draft are counted with the others in the file, and stand behind them."""
+    experts, drafting = _experts(keys), int(keys.number("nextn_predict_layers", 0))
+    found = {
+        **experts,
+        "n_routed_experts": experts["num_experts"],
+        "moe_intermediate_size": keys.count("expert_feed_forward_length"),
+        "n_shared_experts": int(keys.number("expert_shared_count", 0)),
+        "first_k_dense_replace": int(keys.number("leading_dense_block_count", 0)),
+        "routed_scaling_factor": keys.positive("expert_weights_scale", 1.0),
+        "norm_topk_prob": bool(keys.file.metadata.get(f"{keys.prefix}.expert_weights_norm", True)),
+        "partial_rotary_factor": keys.count("rope.dimension_count", config["head_dim"]) / config["head_dim"],
+        "use_qk_norm": "blk.0.attn_q_norm.weight" in keys.file.tensors,
+        "attention_bias": "blk.0.attn_q.bias" in keys.file.tensors,
+    }
+    if drafting:
+        found |= {
+            "num_nextn_predict_layers": drafting,
+            "num_hidden_layers": max(1, config["num_hidden_layers"] - drafting),
+        }
     return found
 
 
@@ -172,6 +210,11 @@ FAMILIES: Mapping[str, GGUFFamily] = {
     "qwen3": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
     "qwen2moe": GGUFFamily("Qwen2MoeForCausalLM", "qwen2_moe", QWEN_MOE, _qwen_moe, qkv_bias=True),
     "qwen3moe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", QWEN_MOE, _qwen_moe),
+    # Their text halves; what looks at pictures is a file of its own.
+    "qwen3vl": GGUFFamily("Qwen3ForCausalLM", "qwen3"),
+    "qwen3vlmoe": GGUFFamily("Qwen3MoeForCausalLM", "qwen3_moe", QWEN_MOE, _qwen_moe),
+    "minimax-m2": GGUFFamily("MiniMaxM2ForCausalLM", "minimax_m2", MINIMAX, _minimax, rotates_a_part=True),
+    "glm4moe": GGUFFamily("Glm4MoeForCausalLM", "glm4_moe", GLM_MOE, _glm_moe, rotates_a_part=True, qkv_bias=True),
     "gemma": GGUFFamily("GemmaForCausalLM", "gemma", raised_norms=True),
     "gemma2": GGUFFamily("Gemma2ForCausalLM", "gemma2", GEMMA2, _gemma2, raised_norms=True, layers_with_windows=True),
     "gemma3": GGUFFamily(
@@ -194,8 +237,13 @@ def shapes_of(config: Settings) -> dict[str, tuple[int, ...]]:
     query, key = head_dim * config["num_attention_heads"], head_dim * config["num_key_value_heads"]
     experts = config.get("num_experts", 0)
     small = config.get("moe_intermediate_size") or inner  # Mixtral's are as wide as its keys say of all
-    shared, model_type = config.get("shared_expert_intermediate_size", 0), config["model_type"]
-    each = {"olmo2": ((query,), (key,)), "cohere": ((query // head_dim, head_dim), (key // head_dim, head_dim))}
+    model_type = config["model_type"]
+    shared = config.get("shared_expert_intermediate_size", config.get("n_shared_experts", 0) * small)
+    each = {
+        "olmo2": ((query,), (key,)),
+        "minimax_m2": ((query,), (key,)),
+        "cohere": ((query // head_dim, head_dim), (key // head_dim, head_dim)),
+    }
     query_norm, key_norm = each.get(model_type, ((head_dim,), (head_dim,)))
     matrices = {
         "attn_q": (query, hidden),
@@ -226,5 +274,5 @@ def shapes_of(config: Settings) -> dict[str, tuple[int, ...]]:
     }
     biases: dict[str, tuple[int, ...]] = {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
     mixture = ("ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
-    biases |= {f"{name}.bias": weights[name][:-1] for name in mixture}
+    biases |= {f"{name}.bias": weights[name][:-1] for name in mixture} | {"exp_probs_b.bias": (experts,)}
     return {f"{name}.weight": shape for name, shape in weights.items()} | biases

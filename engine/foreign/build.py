@@ -161,6 +161,7 @@ def body_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 NAME = "vserve"  # of both, in a config
+CODED = "coded_experts"  # submodule of a mixture: its experts, where they are quantised
 CALLED = "paged"  # attribute of a module that calls attention: what is to answer
 
 
@@ -182,7 +183,10 @@ def run_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> T
     """
     if x.device.type == "meta":
         return x.new_empty(x.shape)
-    if _are_gated_by_silu(module):
+    if (coded := module._modules.get(CODED)) is not None:
+        result: Tensor = coded(x.contiguous(), ids.int(), weights.float())
+        return result
+    if are_gated_by_silu(module):
         matrices = ExpertWeights(module.gate_up_proj, module.down_proj)  # type: ignore[arg-type]
         return experts(x.contiguous(), ids.int(), weights.float(), matrices)
     if x.is_cuda and torch.cuda.is_current_stream_capturing() and not _goes_into_a_graph(x):
@@ -190,7 +194,7 @@ def run_experts(module: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> T
             "these experts, which transformers' code computes, go into CUDA graphs in bfloat16 on Hopper GPUs and "
             "later only: pass --dtype bfloat16 there, or --enforce-eager"
         )
-    result: Tensor = moe.grouped_mm_experts_forward(module, x, ids, weights)
+    result = moe.grouped_mm_experts_forward(module, x, ids, weights)
     return result
 
 
@@ -200,13 +204,19 @@ def expert_sizes(model: nn.Module) -> set[tuple[int, int]]:
     chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "moe_topk", None) or 1
     found = set()
     for module in model.modules():
-        stacked = getattr(module, "gate_up_proj", None)
-        if isinstance(stacked, Tensor) and hasattr(module, "has_gate") and _are_gated_by_silu(module):
+        stacked = stacked_experts(module)
+        if stacked is not None and are_gated_by_silu(module):
             found.add((int(chosen), stacked.shape[0]))
     return found
 
 
-def _are_gated_by_silu(module: Any) -> bool:
+def stacked_experts(module: nn.Module) -> Tensor | None:
+    """gate_up_proj [E, 2I, H] of a mixture that transformers' interface computes; None of any other module."""
+    stacked = getattr(module, "gate_up_proj", None)
+    return stacked if isinstance(stacked, Tensor) and hasattr(module, "has_gate") else None
+
+
+def are_gated_by_silu(module: Any) -> bool:
     """down(silu(gate(x)) · up(x)) with [E, 2I, H] and [E, H, I], and nothing else."""
     return (
         module.has_gate

@@ -30,6 +30,8 @@ def converted(checkpoint: Checkpoint, config: ModelConfig) -> tuple[Checkpoint, 
     assert config.foreign is not None
     model = build(config.foreign, config.dtype, torch.device("meta"), 1)
     found = ConvertedCheckpoint(checkpoint, model)
+    if found.coded_experts:
+        config = dataclasses.replace(config, foreign=dataclasses.replace(config.foreign, coded_experts=True))
     head = model.get_output_embeddings()
     (path,) = (path for path, module in model.named_modules() if module is head)
     if not config.tie_word_embeddings and not any(name.startswith(f"{path}.") for name in found.headers):
@@ -61,7 +63,10 @@ class _Merge:
 
 
 class ConvertedCheckpoint:
-    """As Checkpoint. transformers renames tensors, and keeps a layer's experts in one: what it does on loading."""
+    """As Checkpoint. transformers renames tensors, and keeps a layer's experts in one: what it does on loading.
+
+    Experts that are quantised stay one each, as "…experts.3.gate_proj", "up_proj" and "down_proj".
+    """
 
     def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel) -> None:
         """`model`: on meta. Raises ModelError for what cannot be converted."""
@@ -75,8 +80,17 @@ class ConvertedCheckpoint:
         by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
         expected = model.state_dict()
         merges: dict[str, _Merge] = {}
+        self.coded_experts = any(
+            info.dtype not in FLOAT_TYPES and _EXPERT.fullmatch(name) for name, info in checkpoint.headers.items()
+        )
         for name in sorted(checkpoint.headers, key=_natural):
-            target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, expected)
+            one = _EXPERT.fullmatch(name) if self.coded_experts else None
+            source = name if one is None else f"{one[1]}.weight"
+            target, pattern = rename_source_key(source, renamings, converters, model.base_model_prefix, expected)
+            if one is not None and pattern is not None and target in expected:
+                part = _part(by_pattern[pattern], pattern)
+                self._plain[f"{target.rpartition('.')[0]}.{one[2]}.{part}_proj.{one[3]}"] = name
+                continue
             if pattern is None or target not in expected:
                 # a module's other tensors (scales of its codes) go where its weight goes
                 where = target if target in expected or pattern is not None else self._beside(target, expected)
@@ -102,8 +116,8 @@ class ConvertedCheckpoint:
         for name, info in infos.items():
             if info.dtype not in FLOAT_TYPES:
                 raise ModelError(
-                    f"{name} is stored as {info.dtype}, and transformers' model joins it with others: quantized "
-                    "experts are not served this way, use the model in 16 bit"
+                    f"{name} is stored as {info.dtype}, and transformers' model joins it with others: of these, only "
+                    "experts with a tensor each are read as codes, use the model in 16 bit"
                 )
         empty = {
             name: torch.empty(info.shape, dtype=FLOAT_TYPES[info.dtype], device="meta") for name, info in infos.items()
@@ -125,6 +139,15 @@ class ConvertedCheckpoint:
             return self._checkpoint.read(self._plain[name])
         sources = (source for names in merge.sources.values() for source in names)
         return merge.run({source: self._checkpoint.read(source) for source in sources}, self._model)[name]
+
+
+_EXPERT = re.compile(r"(.*\.experts\.(\d+)\.\w+)\.(\w+)")  # path of a matrix, its expert, and what of it
+
+
+def _part(converter: WeightConverter, pattern: str) -> str:
+    """Which matrix of an expert it is: of two that are joined, gate is the first."""
+    patterns = list(converter.source_patterns)
+    return ("gate", "up")[patterns.index(pattern)] if len(patterns) == 2 else "down"
 
 
 def _natural(name: str) -> list[tuple[int, str]]:

@@ -15,15 +15,16 @@ from ...kernels.attention.attention_parts import Scoring
 from ...kernels.sampling.argmax import best_of_pieces, of_pieces
 from ..describe.model_config import Cut, Foreign, Layout, ModelConfig
 from ..errors import ModelError
-from ..families.layer_spec import AttentionSpec, KVSpec
+from ..families.layer_spec import AttentionSpec, KVSpec, MoESpec, RoutingSpec
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.delta import DeltaNet
 from ..layers.embedding import Embedding, LMHead
+from ..layers.experts import Experts
 from ..layers.head import Head as PoolingHead
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
 from ..quant.weights import Placement, WeightHolder, WeightMap
-from .build import CALLED, OwnRotation, body_of, build, expert_sizes
+from .build import CALLED, CODED, OwnRotation, are_gated_by_silu, body_of, build, expert_sizes, stacked_experts
 from .modules import Norm, Part, Plain, Product, SharedInput, own_tensors, put
 from .probe import Probe, kept_in_fp32
 
@@ -119,11 +120,13 @@ class TransformersModel(nn.Module):
             norm = RMSNorm((size,), eps, place, less_one=less_one)
             self._map[path] = norm, ""
             put(model, path, Norm(norm))
+        self.experts = expert_sizes(model)
+        if foreign.coded_experts:
+            self._put_experts(model)
         self._hold_the_rest(model, layout.cuts)
         if place.tp_size > 1:
             for path in layout.summed:
                 model.get_submodule(path).register_forward_hook(self._sum)
-        self.experts = expert_sizes(model)
         self.body, self.given, self.head = body_of(model), Given(), model
         put(model, next(path for path, module in model.named_modules() if module is self.body), self.given)
         self.eval()
@@ -193,6 +196,29 @@ class TransformersModel(nn.Module):
             for path, name in zip(group, parts, strict=True):
                 self._map[path] = linear, name
                 put(model, path, Product(linear, whole) if len(group) == 1 else Part(shared, name))
+
+    def _put_experts(self, model: PreTrainedModel) -> None:
+        """Experts that are quantised, a tensor each. Raises ModelError for those that no kernel of ours computes."""
+        name, size = type(model).__name__, self.place.tp_size
+        if size > 1:
+            raise ModelError(
+                f"--tensor-parallel-size {size}: quantised experts of {name}, which transformers' code computes, are "
+                f"not divided over ranks: leave it out, or take --data-parallel-size {size} for as many that each hold "
+                "all of the model"
+            )
+        for path, module in list(model.named_modules()):
+            if (stacked := stacked_experts(module)) is None:
+                continue
+            if not are_gated_by_silu(module):
+                raise ModelError(
+                    f"{path} of {name} is quantised, and its experts are no plain SwiGLU, which alone is read as "
+                    "codes: use the model in 16 bit"
+                )
+            num_experts, rows, hidden = stacked.shape
+            experts = Experts(MoESpec(rows // 2, RoutingSpec(num_experts, 1)), hidden, self.place)
+            module._parameters["gate_up_proj"] = module._parameters["down_proj"] = None
+            module.add_module(CODED, experts)
+            self._map |= experts.weight_map(path)
 
     def _hold_the_rest(self, model: PreTrainedModel, cuts: Mapping[str, Cut]) -> None:
         """What no layer of vserve's has taken: experts, routers, layer norms, sinks."""

@@ -44,6 +44,8 @@ class AttentionBatch:
     prompt_pages: PromptPages | None = None  # where prompts' codes are unpacked
     expanded: ExpandedPrompts | None = None  # the prompts, where layers with latent attention are to expand them
     state: StateStep | None = None  # where some layers keep states
+    # What tokens have for each layer beside the residual stream, [T, layers, size]: the model makes it.
+    token_vectors: Tensor | None = None
     # What the kernels are told of them, made once here rather than once a layer.
     num_decode_tokens: int = field(init=False)
     decodes: UniformBatch = field(init=False)
@@ -71,7 +73,8 @@ class Attention(nn.Module):
     """One layer: head norm where the family has one, rotary, the write into the cache, scaled dot-product attention.
 
     q_norm and k_norm, both or neither: over each head, before the rotation. shared: the values are the first value_dim
-    elements of the keys, and stored once.
+    elements of the keys, and stored once. reads_earlier: it has no keys and values, and reads the cache of a layer that
+    has it among its `readers`.
     """
 
     def __init__(
@@ -88,12 +91,14 @@ class Attention(nn.Module):
         value_dim: int | None = None,
         shared: bool = False,
         sinks: Sinks | None = None,
+        reads_earlier: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self.layer = num_heads, layer
         self.rotary, self.scoring, self.q_norm, self.k_norm = rotary, scoring, q_norm, k_norm
         self.spec = KVSpec(num_kv_heads, head_dim, value_dim or head_dim, scoring.window, shared)
-        self.sinks = sinks
+        self.sinks, self.reads_earlier = sinks, reads_earlier
+        self.readers: list[Attention] = []
         self.code_scales: tuple[Tensor, Tensor] | None = None  # fp32 [KV], of the checkpoint, for a cache of codes
         self.cache: PagedCache | None = None
         self.group = 0
@@ -103,6 +108,8 @@ class Attention(nn.Module):
         self.cache, self.group = cache, group
         if self.sinks is not None:  # which are loaded by now
             self.scoring = replace(self.scoring, sinks=self.sinks.weight)
+        for reader in self.readers:
+            reader.bind(cache, group)
 
     def reads_numbers(self, page: int) -> bool:
         """Whether a kernel takes this layer's prompts that reads no codes: of those, it needs numbers."""
@@ -130,20 +137,24 @@ class Attention(nn.Module):
         if cache is None:
             return query.new_zeros(query.shape[0], self.num_heads * self.spec.value_dim)
         q_norm, k_norm = self.q_norm, self.k_norm
+        keys, values, key_scales, value_scales = cache.keys, cache.values, cache.key_scales, cache.value_scales
+        if self.reads_earlier:  # queries alone
+            key = value = query[:, :0]
+            keys, values, key_scales, value_scales = keys[:, :, :0], values[:, :, :0], None, None
         rope_write_kv(
             query,
             key,
             value,
             positions,
             self.rotary.cos_sin,
-            cache.keys,
-            cache.values,
+            keys,
+            values,
             batch.slots[self.group],
             None if q_norm is None else q_norm.weight,
             None if k_norm is None else k_norm.weight,
             0.0 if q_norm is None else q_norm.eps,
-            cache.key_scales,
-            cache.value_scales,
+            key_scales,
+            value_scales,
         )
         return self.attend(query, cache, batch, last_only)
 
@@ -185,22 +196,22 @@ class Sinks(nn.Module):
 
     weight: nn.Parameter
 
-    def __init__(self, num_heads: int, place: Placement) -> None:
+    def __init__(self, num_heads: int, place: Placement, name: str = "sinks") -> None:
         super().__init__()
-        self.num_heads, self.place = num_heads, place
+        self.num_heads, self.place, self.name = num_heads, place, name
         self.span = place.span(num_heads)
 
     def choose(self, formats: Mapping[str, Format]) -> None:
-        assert not formats, "no format stores vectors"
+        pass  # no format stores vectors, whatever one says of all modules
 
     def expected(self, part: str) -> dict[str, Stored]:
-        return {"sinks": Stored((self.num_heads,), FLOATS)}
+        return {self.name: Stored((self.num_heads,), FLOATS)}
 
     def create(self) -> None:
         self.weight = frozen(torch.empty(self.span[1], dtype=torch.float32, device=self.place.device))
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
-        self.weight.copy_(tensors["sinks"].narrow(0, *self.span))
+        self.weight.copy_(tensors[self.name].narrow(0, *self.span))
 
     def finish(self) -> None:
         pass

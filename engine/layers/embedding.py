@@ -17,7 +17,7 @@ from ..quant.weights import Placement, copy_weight, vocab_share
 from .linear import Adapter, Linear
 
 
-class Embedding(nn.Module):
+class Table(nn.Module):
     """A row of the table for each id, in the activations' dtype however it is stored. Every rank holds the whole
     table: it is small beside the layers.
 
@@ -25,7 +25,6 @@ class Embedding(nn.Module):
     """
 
     weight: nn.Parameter
-    adapter: Adapter | None = None  # whose input are the ids
     _format: Format | None = None
 
     def __init__(self, vocab_size: int, hidden_size: int, place: Placement, scale: float = 1.0) -> None:
@@ -57,14 +56,20 @@ class Embedding(nn.Module):
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """[T] int32 or int64 → [T, hidden]."""
-        adapter = self.adapter
-        if adapter is None or not adapter.active:
-            return self._rows(input_ids)
-        return adapter.added(input_ids, lambda: self._rows(input_ids))
-
-    def _rows(self, input_ids: Tensor) -> Tensor:
         found = functional.embedding(input_ids, self.weight)
         return found if self.scale == 1.0 else found.mul_(self.scale)
+
+
+class Embedding(Table):
+    """The table that is looked up first, to which adapters may add."""
+
+    adapter: Adapter | None = None  # whose input are the ids
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        adapter = self.adapter
+        if adapter is None or not adapter.active:
+            return super().forward(input_ids)
+        return adapter.added(input_ids, lambda: Table.forward(self, input_ids))
 
 
 class LMHead(Linear):

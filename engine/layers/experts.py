@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from ...kernels.experts.gating import GELU
 from ...kernels.experts.moe import ExpertWeights, experts
 from ...kernels.experts.moe_lora import ExpertLora
 from ..describe.divide import whole_experts
@@ -143,6 +144,9 @@ class Experts(nn.Module):
 
     @property
     def _limit(self) -> float:
+        """As of kernels/experts/gating.py."""
+        if self.spec.activation == "gelu_tanh":
+            return GELU
         return self.spec.limit if self.spec.activation == "clamped" else 0.0
 
     def _numbers(self) -> UnquantizedExperts:

@@ -92,9 +92,10 @@ class Linear(nn.Module):
         bias: bool = False,
         row_order: Mapping[str, Tensor] = {},
         pieces: Mapping[str, Sequence[int]] = {},
+        units: Mapping[str, int] = {},
     ) -> None:
         super().__init__()
-        self.shape = LinearShape(in_features, parts, place, rule, unit, bias, row_order, pieces)
+        self.shape = LinearShape(in_features, parts, place, rule, unit, bias, row_order, pieces, units)
         self.adapter: Adapter | None = None
         self.adds_few_rows = False  # to the residual, even of few rows, where a module behind it gains by that
 

@@ -122,6 +122,18 @@ class RMSNorm(Norm):
         rms_norm(x, self.weight, self.eps, out=x)
 
 
+class UnitNorm(RMSNorm):
+    """An RMS norm whose weights are 1, which no checkpoint has."""
+
+    def __init__(self, size: int, eps: float, place: Placement) -> None:
+        super().__init__((size,), eps, place)
+        self.weight = frozen(torch.ones(size, dtype=place.dtype, device=place.device))
+
+    def of(self, heads: Tensor) -> Tensor:
+        """heads [T, H, size] → the same normed, in memory of its own."""
+        return rms_norm(heads, self.weight, self.eps)
+
+
 class LayerNorm(Norm):
     """y = (x - mean(x)) / sqrt(var(x) + eps) · weight + bias, in fp32 (Ba, Kiros and Hinton, arXiv:1607.06450).
 

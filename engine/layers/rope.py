@@ -58,6 +58,9 @@ def inverse_frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tenso
     powers = base ** (torch.arange(0, dim, 2, dtype=torch.float32, device="cpu") / dim)
     if rope.type == "linear":
         return 1.0 / powers / rope.factor, 1.0
+    if rope.type == "proportional":
+        pairs = torch.arange(dim // 2, device="cpu")
+        return torch.where(pairs < int(rope.share * dim // 2), 1.0 / powers / rope.factor, 0.0), 1.0
     if rope.type == "llama3":
         return _llama3(rope, 1.0 / powers), 1.0
     if rope.type == "longrope":

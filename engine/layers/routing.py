@@ -17,7 +17,7 @@ from ..quant.decoded import decoded
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from ..quant.weights import Placement, frozen, keep_at_hand
 
-CORRECTION = "e_score_correction_bias"
+CORRECTION = "correction"  # the part of a file that has it, where that is not the router's
 
 
 class Router(nn.Module):
@@ -46,16 +46,22 @@ class Router(nn.Module):
     def choose(self, formats: Mapping[str, Format]) -> None:
         self._format = formats.get("")
 
+    def weight_map(self, prefix: str) -> dict[str, tuple[Router, str]]:
+        """prefix: of what has router and experts."""
+        found, spec = {f"{prefix}.router": (self, "")}, self.spec
+        return found | {prefix: (self, CORRECTION)} if spec.correction_apart else found
+
     def expected(self, part: str) -> dict[str, Stored]:
         size = self.spec.num_experts
+        correction = {self.spec.correction_name: Stored((size,), FLOATS)} if self.spec.correction else {}
+        if part == CORRECTION:
+            return correction
         found = {"weight": Stored((size, self.hidden), FLOATS)}
         if self._format is not None:
             found = dict(self._format.expected(size, self.hidden))
         if self.spec.bias:
             found["bias"] = Stored((size,), FLOATS)
-        if self.spec.correction:
-            found[CORRECTION] = Stored((size,), FLOATS)
-        return found
+        return found if self.spec.correction_apart else found | correction
 
     def create(self) -> None:
         size, device = self.spec.num_experts, self.place.device
@@ -68,6 +74,10 @@ class Router(nn.Module):
         self.correction = empty(size) if self.spec.correction else None
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
+        if self.correction is not None and self.spec.correction_name in tensors:
+            self.correction.copy_(tensors[self.spec.correction_name])
+        if part == CORRECTION:
+            return
         if self._format is None:
             self.weight.copy_(tensors["weight"])
         else:
@@ -75,11 +85,9 @@ class Router(nn.Module):
             self.weight.copy_(codes.dequantize())
         if self.bias is not None:
             self.bias.copy_(tensors["bias"])
-        if self.correction is not None:
-            self.correction.copy_(tensors[CORRECTION])
 
     def finish(self) -> None:
-        self.norm_rows = norm_router_rows(self.weight)
+        self.norm_rows = 0 if self.spec.logit_cap else norm_router_rows(self.weight)
         keep_at_hand(self)
 
     def randomize(self, generator: torch.Generator) -> None:
@@ -98,6 +106,8 @@ class Router(nn.Module):
     def forward(self, x: Tensor | Unnormed, mine: range | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """mine: the experts of this rank; None: all. The first result: x as the experts take it, normed."""
         x, logits = norm_router(x, self.weight, self.bias) if isinstance(x, Unnormed) else (x, self._logits(x))
+        if cap := self.spec.logit_cap:
+            logits = logits.div_(cap).tanh_().mul_(cap)
         if self.counted is None or self.counted.query_start is None:
             return x, *route(logits, self.how, self.correction, mine=mine)
         counts, query_start = self.counted.layers[self.layer], self.counted.query_start

@@ -8,4 +8,6 @@ encoder: encoders of the shape of BERT
 model: what the engine asks of a model, and the hidden states that drafting heads read of it
 latent_attention: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)
 mlp: a layer's MLP, or the mixture of experts in its place
+mixture_apart: a mixture of experts beside a dense MLP, each with norms of its own
+token_vectors: what tokens have for each layer beside their embedding, and the ends of layers that take it in
 """

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...kernels.sampling.argmax import best_of_pieces, of_pieces
 from ..describe.model_config import ModelConfig
-from ..families.layer_spec import DeltaSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..families.layer_spec import AttentionSpec, DeltaSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
 from ..families.rope_config import RopeConfig
 from ..layers.attention import Attention, AttentionBatch
 from ..layers.delta import DeltaNet
@@ -23,10 +24,13 @@ from ..quant.weights import Placement, WeightMap, keep_at_hand
 from .attention_block import AttentionBlock
 from .delta_block import DeltaBlock
 from .latent_attention import LatentAttentionBlock
+from .mixture_apart import ApartMixture
 from .mlp import MLP, Mixture
 from .model import Features
+from .token_vectors import LayerEnd, TokenVectors
 
 Mixer = AttentionBlock | LatentAttentionBlock | DeltaBlock
+_KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm", "v_norm")
 _AFTER = ("post", "both")  # places of norms, where what is added to the residual stream is normed first
 
 
@@ -42,10 +46,10 @@ def make_mixer(spec: LayerSpec, config: ModelConfig, layer: int, rotations: Rota
     return AttentionBlock(spec.mixer, config, layer, rotary, place)
 
 
-def make_mlp(spec: MLPSpec | MoESpec, hidden: int, place: Placement) -> MLP | Mixture:
+def make_mlp(spec: MLPSpec | MoESpec, config: ModelConfig, place: Placement) -> MLP | Mixture | ApartMixture:
     if isinstance(spec, MLPSpec):
-        return MLP(spec, hidden, place)
-    return Mixture(spec, hidden, place)
+        return MLP(spec, config.hidden_size, place)
+    return ApartMixture(spec, config, place) if spec.apart else Mixture(spec, config.hidden_size, place)
 
 
 class DecoderLayer(nn.Module):
@@ -65,18 +69,24 @@ class DecoderLayer(nn.Module):
         first, after = spec.norms != "post", spec.norms in _AFTER
         # A product may add to the residual stream itself, where it is no summand of this rank.
         self.adds_to_residual = not after and scale == 1.0 and place.tp_size == 1
-        self.group = place.group if after else ALONE
+        self.index, self.group = layer, place.group if after else ALONE
         self.mixer_norm = norm(first, before, summands(config, layer - 1, place))
         self.mixer = make_mixer(spec, config, layer, rotations, place)
         self.mixer_after = _norm(config, place) if after else None
         self.mlp_norm = None if parallel else norm(first, scale, summands(config, layer, place))
-        self.mlp = make_mlp(spec.mlp, config.hidden_size, place)
+        self.mlp = make_mlp(spec.mlp, config, place)
         self.mlp_after = _norm(config, place) if after else None
+        self.apart = isinstance(self.mlp, ApartMixture)  # which reads the residual stream, and sums over the ranks
+        self.mlp_group = ALONE if self.apart else self.group
+        self.end = LayerEnd(spec, config, place) if spec.token_vector or spec.scaled else None
+        self.token_vector = bool(spec.token_vector)
         # A router norms what it reads where nothing is left to be added before.
         self.mixer.output.adds_few_rows = isinstance(self.mlp, Mixture)
         # The modules that alone, or first, read what each norm makes.
-        reader = self.mixer.qkv if isinstance(self.mixer, AttentionBlock) and not parallel else None
-        self._readers = (reader, self.mlp.gate_up if isinstance(self.mlp, MLP) else self.mlp.router)
+        mixer = self.mixer
+        alone = isinstance(mixer, AttentionBlock) and mixer.gate is None and not parallel
+        dense = self.mlp.shared if isinstance(self.mlp, ApartMixture) else self.mlp
+        self._readers = (mixer.qkv if alone else None, dense.gate_up if isinstance(dense, MLP) else dense.router)
         keep_at_hand(self)
 
     def weight_map(self, prefix: str) -> WeightMap:
@@ -90,6 +100,7 @@ class DecoderLayer(nn.Module):
             **{f"{prefix}.{name}": (norm, "") for name, norm in norms.items() if isinstance(norm, Norm)},
             **self.mixer.weight_map(f"{prefix}.{self.mixer.name}"),
             **self.mlp.weight_map(f"{prefix}.mlp"),
+            **({} if self.end is None else self.end.weight_map(prefix)),
         }
 
     def forward(
@@ -113,10 +124,16 @@ class DecoderLayer(nn.Module):
         else:
             normed, residual = self.mlp_norm(x, residual, of_mlp)
             x = None
-        y = self.mlp(normed, residual if self.adds_to_residual else None)
+        y = self.mlp(normed, residual if self.adds_to_residual or self.apart else None)
         if self.mlp_after is not None:
-            y = self.group.all_reduce(y)
+            y = self.mlp_group.all_reduce(y)
             self.mlp_after.in_place(y)
+        if self.end is not None:
+            residual.add_(y)
+            vectors = batch.token_vectors
+            vector = vectors[:, self.index] if self.token_vector and vectors is not None else None
+            self.end(residual, vector if wanted is None or vector is None else vector.index_select(0, wanted))
+            return None, residual
         return (x if y is None else y if x is None else x + y), residual
 
 
@@ -128,6 +145,17 @@ def summands(config: ModelConfig, layer: int, place: Placement) -> Group:
     """The ranks that each have a summand of what this layer's mixer or MLP adds to the residual stream, where it
     has not been normed, and therefore summed, before."""
     return ALONE if config.layers[layer].norms in _AFTER else place.group
+
+
+def _bind_readers(layers: Iterable[tuple[AttentionSpec | LatentAttentionSpec, Attention]]) -> None:
+    """Layers without keys and values of their own are told to the last one before them whose they read."""
+    keeping: dict[Any, Attention] = {}
+    for spec, attention in layers:
+        kind = spec.rope, spec.window, spec.kv.head_dim
+        if not attention.reads_earlier:
+            keeping[kind] = attention
+        elif kind in keeping:  # it is not where a few layers alone are looked at
+            keeping[kind].readers.append(attention)
 
 
 class CausalLM(nn.Module):
@@ -164,9 +192,15 @@ class CausalLM(nn.Module):
             if config.head is not None:
                 self.pooling_head = Head(config.head, config.vocab_size, place, tied)
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
+        self.token_vectors = TokenVectors(config, place) if config.frame.token_vectors else None
+        _bind_readers(
+            (spec.mixer, layer.mixer.attention)
+            for spec, layer in zip(specs, self._layers, strict=True)
+            if not isinstance(spec.mixer, DeltaSpec) and not isinstance(layer.mixer, DeltaBlock)
+        )
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
         self.features: Features | None = None  # hidden states that a drafting head reads; None: none does
-        routers = [layer.mlp.router if isinstance(layer.mlp, Mixture) else None for layer in self._layers]
+        routers = [None if isinstance(layer.mlp, MLP) else layer.mlp.router for layer in self._layers]
         self.expert_load = watch(routers, place.device)
         self.eval()
 
@@ -189,6 +223,8 @@ class CausalLM(nn.Module):
         else:
             residual = embeddings.clone() if self.stage.is_first else embeddings
         x: Tensor | None = None
+        if self.token_vectors is not None:
+            batch.token_vectors = self.token_vectors(input_ids, residual)
         if self.expert_load is not None:
             self.expert_load.query_start = batch.query_start
         *layers, last = self._layers
@@ -244,7 +280,9 @@ class CausalLM(nn.Module):
         return [attention.spec for attention in self.attention_layers()]
 
     def attention_layers(self) -> list[Attention]:
-        return [layer.mixer.attention for layer in self._layers if not isinstance(layer.mixer, DeltaBlock)]
+        """Those that keep keys and values."""
+        blocks = (layer.mixer for layer in self._layers if not isinstance(layer.mixer, DeltaBlock))
+        return [block.attention for block in blocks if not block.attention.reads_earlier]
 
     def state_layers(self) -> list[DeltaNet]:
         return [layer.mixer.delta for layer in self._layers if isinstance(layer.mixer, DeltaBlock)]
@@ -258,6 +296,8 @@ class CausalLM(nn.Module):
             found["model.norm"] = (self.norm, "")
         for index, layer in zip(self.indices, self._layers, strict=True):
             found |= layer.weight_map(f"model.layers.{index}")
+        if self.token_vectors is not None:
+            found |= self.token_vectors.weight_map()
         if self.lm_head is not None:
             found["lm_head"] = (self.lm_head, "out")
         if self.pooling_head is not None:
@@ -276,7 +316,11 @@ class CausalLM(nn.Module):
         return self.config.tie_word_embeddings and name == self.config.named("lm_head.weight")
 
     def _other_stages(self) -> Iterator[str]:
+        """And what layers have for keys and values that they read of earlier ones."""
         named = self.config.named
+        for index, layer in enumerate(self.config.layers):
+            if isinstance(layer.attention, AttentionSpec) and layer.attention.reads_earlier:
+                yield from (named(f"model.layers.{index}.self_attn.{part}.") for part in _KEYS_AND_VALUES)
         for index in range(len(self.config.layers)):
             if index not in self.indices:
                 yield named(f"model.layers.{index}.")

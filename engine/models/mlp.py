@@ -52,10 +52,12 @@ class Mixture(nn.Module):
         self.shared = (
             MLP(MLPSpec(spec.shared_inner, fused=spec.shared_fused), hidden, place) if spec.shared_inner else None
         )
+        self.weighs_input = spec.weighs_input
+        assert not spec.weighs_input or spec.routing.top_k == 1, "each of several experts would read something else"
         self.shared_gate = Linear(hidden, {"out": 1}, place=place) if spec.shared_gate else None
 
     def weight_map(self, prefix: str) -> WeightMap:
-        found: WeightMap = {f"{prefix}.router": (self.router, ""), **self.experts.weight_map(f"{prefix}.experts")}
+        found: WeightMap = {**self.router.weight_map(prefix), **self.experts.weight_map(f"{prefix}.experts")}
         if self.shared is not None:
             found |= self.shared.weight_map(f"{prefix}.shared_expert")
         if self.shared_gate is not None:
@@ -65,13 +67,16 @@ class Mixture(nn.Module):
     def forward(self, x: Normed, residual: Tensor | None) -> Tensor | None:
         """→ None: all has been added to residual, which is rounded once. Where residual is None, the result itself."""
         assert not isinstance(x, Fp8Rows), "a router asks for none"
-        x, ids, weights = self.router(x, self.experts.mine)
-        beside = None
+        normed, ids, weights = self.router(x, self.experts.mine)
+        beside, inputs = None, normed
+        if self.weighs_input:  # the experts' result is then taken as it is, where this rank has the expert
+            here = ids < len(self.experts.mine)
+            inputs, weights = normed * weights.sigmoid().to(normed.dtype), here.to(weights.dtype)
         if self.shared is not None:
-            beside = self.shared(x, None)
+            beside = self.shared(normed, None)
             if self.shared_gate is not None:
-                beside *= torch.sigmoid(self.shared_gate(x))
-        total: Tensor = self.experts(x, ids, weights, beside, residual)
+                beside *= torch.sigmoid(self.shared_gate(normed))
+        total: Tensor = self.experts(inputs, ids, weights, beside, residual)
         return total if residual is None else None
 
 

@@ -96,6 +96,9 @@ def shape_of(
     head = min(rows * hidden, table)
     beside = table if stage.is_first or (stage.is_last and tied) else 0
     beside -= head if tied else 0  # which is some of it
+    vectors = model.frame.token_vectors * sum(layer.token_vector for layer in layers)  # a table, too
+    if stage.is_first and vectors:
+        beside += layers[0].token_vector  # the norm of what is added to them
     expert, num_experts, chosen = 0.0, 0, 0.0
     for layer in layers:
         if isinstance(spec := layer.mlp, MoESpec):
@@ -107,12 +110,14 @@ def shape_of(
     kept = sum(spec.token_elements for spec in kv_shares(model, size, indices))
     return Shape(
         weights=weights,
-        dense=max(0.0, _parameters(model, layers, size, expert_parallel, head + beside) - expert * num_experts),
+        dense=max(
+            0.0, _parameters(model, layers, size, expert_parallel, head + beside) - expert * num_experts - vectors
+        ),
         expert=expert,
         num_experts=num_experts,
         chosen=chosen,
         head=head,
-        beside=beside,
+        beside=beside + vectors,
         moved=sum(_moved(layer, hidden, size) for layer in layers),
         kv_bytes=kept * format.item_bytes(weights.item),
         pair_flops=sum(_pair_flops(layer) for layer in layers) / size,

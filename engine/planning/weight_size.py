@@ -8,7 +8,7 @@ from math import prod
 
 import torch
 
-from ..describe.divide import MOST, sizes
+from ..describe.divide import MOST, is_cut, sizes
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..families.layer_spec import MoESpec
@@ -117,12 +117,7 @@ def _ranks(config: EngineConfig, model: ModelConfig, size: int, room: int) -> It
 def _stages(config: EngineConfig, model: ModelConfig, size: int, room: int) -> Iterable[str]:
     """As _ranks; whole layers are dealt out, so that it is not quite as even."""
     now = config.pipeline_parallel_size
-    if (
-        model.foreign is None
-        and model.causal
-        and not model.has_state
-        and not drafts_by_model(config.speculative_config)
-    ):
+    if is_cut(model) and not drafts_by_model(config.speculative_config):
         for count in range(now + 1, min(len(model.layers), MOST) + 1):
             if (each := size * now // count) <= room * EVEN:
                 yield f"set --pipeline-parallel-size {count} (about {gib(each)} a card)"

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 _SPREAD = 64.0  # of dummy codes: seven standard deviations stay below e4m3's largest, 448
 # Modules that no writer quantises unless the files say so.
-HEADS = ("lm_head", "embed_tokens")
+HEADS = ("lm_head", "embed_tokens", "embed_tokens_per_layer")
 INPUT = "input_scale"
 
 

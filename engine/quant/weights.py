@@ -83,6 +83,7 @@ class LinearShape:
     together. Raises ValueError where they do not divide.
     row_order: part → int64 [rows]: the checkpoint's row for each of the whole part here; parts not named keep theirs.
     pieces: part → rows of the matrices that the checkpoint has in it, one after the other: each is divided.
+    units: of parts that have another unit.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class LinearShape:
         has_bias: bool,
         row_order: Mapping[str, Tensor] = {},
         pieces: Mapping[str, Sequence[int]] = {},
+        units: Mapping[str, int] = {},
     ) -> None:
         self.in_features, self.parts, self.has_bias = in_features, dict(parts), has_bias
         self.row_order = dict(row_order)
@@ -110,7 +112,7 @@ class LinearShape:
             elif rule == "column" and name in pieces and place.tp_size > 1:
                 self.spans[name] = (0, self._take_of_pieces(name, pieces[name], unit))
             elif rule == "column":
-                self.spans[name] = place.span(rows, unit)
+                self.spans[name] = place.span(rows, units.get(name, unit))
             self.offsets[name] = self.rows
             self.rows += self.spans[name][1]
 

@@ -280,7 +280,8 @@ def whole_of(model: Model) -> Model:
 def _load_cache_scales(checkpoint: Checkpoint, model: Model) -> None:
     """For a cache of 8 bits, whether there will be one or not: a number or a few a layer."""
     layers, place = model.attention_layers(), model.place
-    heads = [0 if layer.attention is None else layer.attention.kv.num_kv_heads for layer in model.config.layers]
+    specs = [layer.attention for layer in model.config.layers]
+    heads = [0 if spec is None else spec.kv.num_kv_heads for spec in specs]
     mine = [index for index in place.stage.indices(len(heads)) if heads[index]]
     for layer, scales in read_cache_scales(checkpoint, heads).items():
         if layer in mine:

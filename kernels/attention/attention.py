@@ -152,7 +152,7 @@ def _attend_request(
         return result
 
     # Gather whole pages, then cut to the keys that some query token sees.
-    first = max(length - query_len - window + 1, 0) if window else 0
+    first = max(scoring.first_seen(length - query_len), 0) if window else 0
     first_page = first // page
     used = blocks[first_page : (length + page - 1) // page]
     start, end = first - first_page * page, length - first_page * page
@@ -168,7 +168,7 @@ def _attend_request(
         position = key_position[num_keys - query_len :, None]
         mask = key_position <= position
         if window:
-            mask &= key_position > position - window
+            mask &= key_position + first >= scoring.first_seen(position + first)
     if soft_cap or sinks is not None:
         return _attend_explicitly(query, key, value, mask, scoring)
     if num_kv_heads == 1 and key_size != value_size and query_len > 1:

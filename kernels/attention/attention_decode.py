@@ -24,6 +24,7 @@ from .attention_parts import (
     Scoring,
     UniformBatch,
     choose_splits,
+    first_seen,
     processors,
     soft_cap_scores,
     split_size_of,
@@ -149,8 +150,8 @@ def _decode_kernel(
         visible = (key_position < end_key)[None, :]
         if QUERY_LEN > 1:
             visible = visible & (key_position[None, :] <= position[:, None])
-            if WINDOW > 0:
-                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+            if WINDOW != 0:
+                visible = visible & (key_position[None, :] >= first_seen(position, WINDOW)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(running_max, tl.max(scores, 1) * exp_scale)
@@ -285,7 +286,7 @@ def decode_attention_triton(
     """
     keys, values, table = cache.keys, cache.values, cache.block_table
     rows, seq_lens, query_len = batch.rows, batch.seq_lens, batch.query_len
-    window, sinks = scoring.window, scoring.sinks
+    window, sinks = scoring.reach, scoring.sinks
     num_tokens, num_heads, key_size = query.shape
     _, page, num_kv_heads, value_size = values.shape
     num_requests = rows.shape[0]

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from .attention_parts import LIFT, LOG2E, LOWEST, soft_cap_scores, split_size_of, visible_keys
+from .attention_parts import LIFT, LOG2E, LOWEST, first_seen, soft_cap_scores, split_size_of, visible_keys
 from .kv_fp8 import unpack_values, unpack_words, value_unit
 
 
@@ -114,8 +114,8 @@ def decode_fp8_kernel(
         visible = (key_position < end_key)[None, :]
         if QUERY_LEN > 1:
             visible = visible & (key_position[None, :] <= position[:, None])
-            if WINDOW > 0:
-                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+            if WINDOW != 0:
+                visible = visible & (key_position[None, :] >= first_seen(position, WINDOW)[:, None])
         scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(running_max, tl.max(scores, 1) * exp_scale - RAISED)

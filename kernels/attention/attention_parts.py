@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -66,13 +67,24 @@ class Scoring:
 
     scale > 0 multiplies them. window: 0 for none, else a query at position q sees only keys at p > q - window.
     soft_cap: 0 for none, else scores become cap * tanh(score / cap). sinks [H]: an extra logit a head in the softmax's
-    denominator (attention sinks, arXiv 2309.17453, as learned in GPT-OSS).
+    denominator (attention sinks, arXiv 2309.17453, as learned in GPT-OSS). chunked: the window is that of the positions
+    from a multiple of it on: a query at q sees keys at p >= q // window * window.
     """
 
     scale: float
     window: int = 0
     soft_cap: float = 0.0
     sinks: Tensor | None = None
+    chunked: bool = False
+
+    @property
+    def reach(self) -> int:
+        """The window as kernels are told of it: below 0 where it is chunked."""
+        return -self.window if self.chunked else self.window
+
+    def first_seen(self, position: Any) -> Any:
+        """The first key that a query at `position`, a number or a tensor of them, sees through the window."""
+        return position // self.window * self.window if self.chunked else position - self.window + 1
 
 
 def neighbouring_pages(count: int, device: torch.device | str) -> Tensor:
@@ -95,11 +107,20 @@ def soft_cap_scores(scores, cap):
 
 
 @triton.jit
+def first_seen(position, WINDOW: tl.constexpr):
+    """Scoring.first_seen of Scoring.reach."""
+    if WINDOW > 0:
+        return position - WINDOW + 1
+    else:
+        return position // -WINDOW * -WINDOW
+
+
+@triton.jit
 def visible_keys(seq_len, QUERY_LEN: tl.constexpr, WINDOW: tl.constexpr):
     """The first key that any query token of the request sees, and how many there are from there on."""
     first_key = seq_len * 0
-    if WINDOW > 0:
-        first_key = tl.maximum(seq_len - QUERY_LEN - WINDOW + 1, 0)
+    if WINDOW != 0:
+        first_key = tl.maximum(first_seen(seq_len - QUERY_LEN, WINDOW), 0)
     return first_key, seq_len - first_key
 
 

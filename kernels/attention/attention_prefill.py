@@ -9,7 +9,7 @@ import triton.language as tl
 
 from ..launch.tiles import fits, tile_table
 from .attention_decode import key_tail, tile_size
-from .attention_parts import LIFT, LOG2E, LOWEST, PagedCache, RaggedBatch, Scoring, soft_cap_scores
+from .attention_parts import LIFT, LOG2E, LOWEST, PagedCache, RaggedBatch, Scoring, first_seen, soft_cap_scores
 from .kv_fp8 import as_numbers, scale_kind
 
 
@@ -98,8 +98,8 @@ def _prefill_kernel(
         if SCALES == 1:
             scale *= tl.load(key_scale_ptr)
     start_key = first_position * 0
-    if WINDOW > 0:
-        start_key = tl.maximum(first_position - WINDOW + 1, 0)
+    if WINDOW != 0:
+        start_key = tl.maximum(first_seen(first_position, WINDOW), 0)
     exp_scale = scale * LOG2E
     if SOFT_CAP > 0:
         exp_scale = LOG2E
@@ -139,12 +139,12 @@ def _prefill_kernel(
         # Most tiles lie before the first row's position (and after the last row's window limit): every row sees all of
         # them. A branch inside the one loop keeps the load pipeline full where a second loop would drain it.
         edge = tile_start + BLOCK_N > first_position + 1
-        if WINDOW > 0:
-            edge = edge | (tile_start <= last_position - WINDOW)
+        if WINDOW != 0:
+            edge = edge | (tile_start < first_seen(last_position, WINDOW))
         if edge:
             visible = key_position[None, :] <= position[:, None]
-            if WINDOW > 0:
-                visible = visible & (key_position[None, :] > position[:, None] - WINDOW)
+            if WINDOW != 0:
+                visible = visible & (key_position[None, :] >= first_seen(position, WINDOW)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
 
         new_max = tl.maximum(running_max, tl.max(scores, 1) * exp_scale)
@@ -260,7 +260,7 @@ def prefill_attention_triton(
         KEY_SIZE=key_size - tail, KEY_PAD=max(triton.next_power_of_2(key_size - tail), 16),
         VALUE_SIZE=value_size, VALUE_PAD=max(triton.next_power_of_2(value_size), 16),
         TAIL=tail, TAIL_PAD=max(triton.next_power_of_2(tail), 16), SHARED=shared,
-        WINDOW=scoring.window, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
+        WINDOW=scoring.reach, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
         SAME_STRIDES=keys.stride() == values.stride(),
         SCALES=scale_kind(key_scales), BLOCK_M=block_m, BLOCK_N=block_n or tile.block_n,
         num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages,

@@ -1,6 +1,7 @@
 """The products of a mixture: routing, many small gated MLPs, plain or as codes.
 
 expert_codes: the matrices of a mixture's experts as packed codes (planes.py), side by side
+gating: how the gates of an expert are activated
 moe: the MLPs of a mixture of experts
 moe_blocks: in which blocks of rows the products of a mixture are computed
 moe_codes: the experts of a mixture as packed codes (planes.py), read as they are

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .gating import gated
 from .moe_lora import ExpertLora, add_of_expert
 from .moe_triton import experts_triton
 
@@ -38,8 +39,8 @@ def experts(
     """Σ_k weights[t, k] · down_e(act(gate_e x_t) · up_e x_t) with e = ids[t, k], for x [T, H] → [T, H] in x's dtype.
 
     ids int32 [T, k], those of a token all different; weights fp32 [T, k]. What has the id E and the weight 0 is left
-    out: another rank has it. Sums are made in fp32, in an order that is always the same. limit 0: act is silu; else
-    gpt-oss's activation, clamped there (`gated`). beside [T, H] is added. residual [T, H], which may be none of the
+    out: another rank has it. Sums are made in fp32, in an order that is always the same. limit: says
+    which act is (gating.py). beside [T, H] is added. residual [T, H], which may be none of the
     other operands: is added to, before the one rounding, and returned. of: how many experts the k were chosen among
     (None: E), by which tiles are chosen. lora: what the adapters of tokens add to both products.
     The matrices' last dimensions are contiguous on a GPU, x's always.
@@ -70,18 +71,6 @@ def experts_torch(
         return F.linear(rows, down[expert], None if down_bias is None else down_bias[expert])
 
     return sum_of_experts(x, ids, weights, expert_mlp(first, second, limit, lora), beside, residual)
-
-
-def gated(x: torch.Tensor, limit: float = 0.0) -> torch.Tensor:
-    """x [T, 2I] = cat(gate, up) → [T, I] in its dtype, computed in fp32: silu(gate) · up; with a limit gpt-oss's
-    g · σ(1.702 g) · (u + 1), where g = min(gate, limit) and u = clamp(up, ±limit)."""
-    gate, up = x.float().chunk(2, dim=-1)
-    if limit:
-        gate = gate.clamp(max=limit)
-        product = gate * torch.sigmoid(1.702 * gate) * (up.clamp(-limit, limit) + 1)
-    else:
-        product = F.silu(gate) * up
-    return product.to(x.dtype)
 
 
 def expert_mlp(first: Product, second: Product, limit: float, lora: ExpertLora | None = None) -> ExpertMLP:

@@ -22,11 +22,12 @@ from ..linear.planes import BITS, TILE, decoders
 from ..linear.quant_linear import TRITON, _numbers, _of_groups, _one_of, _scaled_numbers
 from . import moe_few
 from .expert_codes import ExpertCodes
+from .gating import activated, kind_of
 from .moe import expert_mlp, sum_of_experts
 from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program
 from .moe_lora import ExpertLora, LowRows, lora_arguments, low_rows, plus_lora, slots_of_pairs
 from .moe_route import LITTLE_PAIRS
-from .moe_triton import activated, needs_sort, sum_pairs
+from .moe_triton import needs_sort, sum_pairs
 
 
 class CodesTile(NamedTuple):
@@ -185,7 +186,7 @@ def _launch(
         0 if bias is None else bias.stride(0), limit,
         ASM0=asm[0], ASM1=asm[1], ASM2=asm[-2], ASM3=asm[-1], PLANE=one.plane, PLANES=len(asm), GROUP=matrices.group,
         HAS_SHIFT=shifts is not None, HAS_BIAS=bias is not None, EVEN_K=matrices.columns % one.block_columns == 0,
-        FOLD=fold, TOP_K=top_k, GATED=matrices.parts == 2, CLAMPED=limit > 0, SORTED=order.sort, BLOCK_M=tile.block_m,
+        FOLD=fold, TOP_K=top_k, GATED=matrices.parts == 2, ACT=kind_of(limit), SORTED=order.sort, BLOCK_M=tile.block_m,
         BLOCK_N=tile.block_n, TILE_ROWS=TILE, SHARING=tile.group, STAGES=tile.stages, num_warps=tile.warps,
         **lora_arguments(low, x), **pdl_options(x, num_tokens),
     )  # fmt: skip
@@ -225,7 +226,7 @@ def _codes_kernel(
     h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
     ASM0: tl.constexpr, ASM1: tl.constexpr, ASM2: tl.constexpr, ASM3: tl.constexpr,
     PLANE: tl.constexpr, PLANES: tl.constexpr, GROUP: tl.constexpr, HAS_SHIFT: tl.constexpr, HAS_BIAS: tl.constexpr,
-    EVEN_K: tl.constexpr, FOLD: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    EVEN_K: tl.constexpr, FOLD: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     SORTED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TILE_ROWS: tl.constexpr,
     SHARING: tl.constexpr, STAGES: tl.constexpr, LORA: tl.constexpr, RANK: tl.constexpr, SLOT_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -318,7 +319,7 @@ def _codes_kernel(
         if LORA:
             gate = plus_lora(gate, h_ptr, b_ptr, slot, pair, near, 0, stride_slot, 2, RANK)
             up = plus_lora(up, h_ptr, b_ptr, slot, pair, near + N, 1, stride_slot, 2, RANK)
-        acc = activated(gate, up, limit, CLAMPED)
+        acc = activated(gate, up, limit, ACT)
     elif LORA:
         acc = plus_lora(acc, h_ptr, b_ptr, slot, pair, near, 0, stride_slot, 1, RANK)
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]

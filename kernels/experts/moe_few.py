@@ -18,6 +18,7 @@ from ..launch.tiles import fits, tile_table
 from ..linear.planes import BITS, TILE, times_power_of_two, unscaled_decoders
 from ..linear.quant_few import streams_codes
 from .expert_codes import ExpertCodes
+from .gating import kind_of
 from .moe_blocks import Order
 from .moe_few_gluon import ROWS, experts_few_kernel
 
@@ -75,5 +76,5 @@ def experts_few(
         ASM0=asm[0], ASM1=asm[1], ASM2=asm[-2], ASM3=asm[-1], TO_X=times_power_of_two(to_x) if to_x else "",
         UNIT=2.0**-exponent, BACK=2.0 ** (exponent - to_x), PLANE=one.plane, PLANES=len(asm), GROUP=matrices.group,
         HAS_SHIFT=shifts is not None, HAS_BIAS=bias is not None, EVEN=even, TOP_K=top_k, GATED=matrices.parts == 2,
-        CLAMPED=limit > 0, TILE_ROWS=TILE, AHEAD=tile.ahead, num_warps=tile.warps, **pdl_options(x, num_tokens),
+        ACT=kind_of(limit), TILE_ROWS=TILE, AHEAD=tile.ahead, num_warps=tile.warps, **pdl_options(x, num_tokens),
     )  # fmt: skip

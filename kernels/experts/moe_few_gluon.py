@@ -17,11 +17,13 @@ ROWS = gl.constexpr(16)  # of the weight, an instruction
 
 
 @gluon.jit
-def _activated(gate, up, limit, CLAMPED: gl.constexpr):
-    """moe_triton.activated"""
-    if CLAMPED:
+def _activated(gate, up, limit, ACT: gl.constexpr):
+    """gating.activated"""
+    if ACT == 1:
         gate = gl.minimum(gate, limit)
         return gate / (1 + gl.exp(-1.702 * gate)) * (gl.minimum(gl.maximum(up, -limit), limit) + 1.0)
+    elif ACT == 2:
+        return gate / (1 + gl.exp(-1.5957691216057308 * (gate + 0.044715 * gate * gate * gate))) * up
     else:
         return gate / (1 + gl.exp(-gate)) * up
 
@@ -56,7 +58,7 @@ def experts_few_kernel(
     ASM0: gl.constexpr, ASM1: gl.constexpr, ASM2: gl.constexpr, ASM3: gl.constexpr, TO_X: gl.constexpr,
     UNIT: gl.constexpr, BACK: gl.constexpr, PLANE: gl.constexpr, PLANES: gl.constexpr, GROUP: gl.constexpr,
     HAS_SHIFT: gl.constexpr, HAS_BIAS: gl.constexpr, EVEN: gl.constexpr, TOP_K: gl.constexpr, GATED: gl.constexpr,
-    CLAMPED: gl.constexpr, TILE_ROWS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
+    ACT: gl.constexpr, TILE_ROWS: gl.constexpr, AHEAD: gl.constexpr, PDL: gl.constexpr,
 ):  # fmt: skip
     """out[pair, n] = w[expert, n] · x[pair // TOP_K] + b for ROWS rows n, or half as many of gate and the same of up,
     activated and multiplied. A warp multiplies AHEAD blocks of columns at a time, every num_warps-th; the sums meet at
@@ -162,6 +164,6 @@ def experts_few_kernel(
         half = gl.expand_dims(gl.arange(0, 2, layout=gl.SliceLayout(1, both.type.layout)), 1)
         gate = gl.sum(gl.where(half == 0, both, 0.0), 0)
         up = gl.sum(gl.where(half == 1, both, 0.0), 0)
-        y = _activated(gate, up, limit, CLAMPED)
+        y = _activated(gate, up, limit, ACT)
         n = n0 + gl.arange(0, WIDTH, layout=y.type.layout)
     gl.store(out_ptr + n, y.to(out_ptr.dtype.element_ty), mask=n < N)

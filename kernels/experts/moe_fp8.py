@@ -22,10 +22,11 @@ from ..linear.fp8_rows import BLOCK, Fp8Rows, e4m3_words, fp8_rows, fp8_rows_tor
 from ..linear.planes import TILE
 from ..norm.activation import magnitude
 from .expert_codes import ExpertCodes
-from .moe import gated, sum_of_experts
+from .gating import activated, gated, kind_of
+from .moe import sum_of_experts
 from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program
 from .moe_codes import halves, rows_of_tile, with_bias
-from .moe_triton import activated, sum_pairs
+from .moe_triton import sum_pairs
 
 
 class Fp8ExpertTile(NamedTuple):
@@ -168,7 +169,7 @@ def _launch(
         weight.stride(1), scales.stride(0), scales.stride(1), out.stride(0), out_scales.stride(0),
         0 if bias is None else bias.stride(0), limit,
         W_GROUP=matrices.group // BLOCK, HAS_BIAS=bias is not None, TOP_K=top_k, GATED=matrices.parts == 2,
-        CLAMPED=limit > 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, TILE_ROWS=TILE,
+        ACT=kind_of(limit), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=BLOCK, TILE_ROWS=TILE,
         SHARING=tile.group, STAGES=tile.stages, PACKED=packs(out.device), num_warps=tile.warps,
         **pdl_options(out, MANY),
     )  # fmt: skip
@@ -179,7 +180,7 @@ def _fp8_expert_kernel(
     x_ptr, x_scales_ptr, w_ptr, w_scales_ptr, bias_ptr, out_ptr, out_scales_ptr, pairs_ptr, experts_ptr, num_blocks_ptr,
     num_pairs, max_blocks, num_experts, N, padded_n, blocks, stride_x, stride_x_scales, stride_expert, stride_w,
     stride_expert_scales, stride_w_scales, stride_out, stride_out_scales, stride_bias, limit,
-    W_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr,
+    W_GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, TOP_K: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, TILE_ROWS: tl.constexpr,
     SHARING: tl.constexpr, STAGES: tl.constexpr, PACKED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +216,7 @@ def _fp8_expert_kernel(
     place = pair.to(tl.int64)
     if GATED:
         gate, up = halves(acc)
-        values = tl.where((n < N)[:, None], activated(gate, up, limit, CLAMPED), 0.0)
+        values = tl.where((n < N)[:, None], activated(gate, up, limit, ACT), 0.0)
         scale, factor = scale_and_factor(tl.max(magnitude(values), 0))
         tl.store(out_scales_ptr + tile * stride_out_scales + place, scale, mask=row_exists)
         low, high = halves(values * factor[None, :])

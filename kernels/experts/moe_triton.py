@@ -15,6 +15,7 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from ..launch.pdl import pdl_options
+from .gating import activated, kind_of
 from .moe_blocks import Order, order_pairs, pairs_of_block, place_of_program
 from .moe_lora import ExpertLora, LowRows, lora_arguments, low_rows, plus_lora, slots_of_pairs
 from .moe_route import LITTLE_PAIRS
@@ -147,21 +148,11 @@ def _launch(
         x, weight, weight if bias is None else bias, out, order.pairs, order.experts, order.num_blocks,
         out.shape[0], order.max_blocks, weight.shape[0], n, k, x.stride(0), weight.stride(0), weight.stride(1),
         0 if bias is None else bias.stride(0), limit,
-        TOP_K=top_k, GATED=gated, CLAMPED=limit > 0, HAS_BIAS=bias is not None, SORTED=order.sort,
+        TOP_K=top_k, GATED=gated, ACT=kind_of(limit), HAS_BIAS=bias is not None, SORTED=order.sort,
         EVEN_K=k % tile.block_k == 0, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n, BLOCK_K=tile.block_k,
         GROUP=tile.group, SHORT=tile.short if order.sort else 0, STAGES=tile.stages, num_warps=tile.warps,
         **lora_arguments(low, x), **pdl_options(x, num_tokens),
     )  # fmt: skip
-
-
-@triton.jit
-def activated(gate, up, limit, CLAMPED: tl.constexpr):
-    """kernels.moe.gated of fp32 tiles."""
-    if CLAMPED:
-        gate = tl.minimum(gate, limit)
-        return gate * tl.sigmoid(1.702 * gate) * (tl.minimum(tl.maximum(up, -limit), limit) + 1.0)
-    else:
-        return gate * tl.sigmoid(gate) * up
 
 
 @triton.jit(do_not_specialize=["num_pairs", "max_blocks"])
@@ -169,7 +160,7 @@ def _expert_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, experts_ptr, num_blocks_ptr,
     num_pairs, max_blocks, num_experts, N, K, stride_x, stride_expert, stride_w, stride_bias, limit,
     h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, SORTED: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SORTED: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr,
     SHORT: tl.constexpr, STAGES: tl.constexpr, LORA: tl.constexpr, RANK: tl.constexpr, SLOT_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -195,21 +186,21 @@ def _expert_kernel(
         _multiply(
             x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, block, tile, expert, num_pairs, N, K, stride_x,
             stride_expert, stride_w, stride_bias, limit, h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
-            TOP_K, GATED, CLAMPED, HAS_BIAS, SORTED, EVEN_K, BLOCK_M, SHORT, BLOCK_N, BLOCK_K, STAGES, LORA, RANK,
+            TOP_K, GATED, ACT, HAS_BIAS, SORTED, EVEN_K, BLOCK_M, SHORT, BLOCK_N, BLOCK_K, STAGES, LORA, RANK,
             SLOT_K,
         )  # fmt: skip
     elif some:
         _multiply(
             x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, block, tile, expert, num_pairs, N, K, stride_x,
             stride_expert, stride_w, stride_bias, limit, h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
-            TOP_K, GATED, CLAMPED, HAS_BIAS, SORTED, EVEN_K, BLOCK_M, 2 * SHORT, BLOCK_N, BLOCK_K, STAGES, LORA, RANK,
+            TOP_K, GATED, ACT, HAS_BIAS, SORTED, EVEN_K, BLOCK_M, 2 * SHORT, BLOCK_N, BLOCK_K, STAGES, LORA, RANK,
             SLOT_K,
         )  # fmt: skip
     else:
         _multiply(
             x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, block, tile, expert, num_pairs, N, K, stride_x,
             stride_expert, stride_w, stride_bias, limit, h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
-            TOP_K, GATED, CLAMPED, HAS_BIAS, SORTED, EVEN_K, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, LORA, RANK,
+            TOP_K, GATED, ACT, HAS_BIAS, SORTED, EVEN_K, BLOCK_M, BLOCK_M, BLOCK_N, BLOCK_K, STAGES, LORA, RANK,
             SLOT_K,
         )  # fmt: skip
 
@@ -218,7 +209,7 @@ def _expert_kernel(
 def _multiply(
     x_ptr, w_ptr, bias_ptr, out_ptr, pairs_ptr, block, tile, expert, num_pairs, N, K, stride_x,
     stride_expert, stride_w, stride_bias, limit, h_ptr, b_ptr, slots_ptr, used_ptr, stride_slot, stride_b,
-    TOP_K: tl.constexpr, GATED: tl.constexpr, CLAMPED: tl.constexpr, HAS_BIAS: tl.constexpr, SORTED: tl.constexpr,
+    TOP_K: tl.constexpr, GATED: tl.constexpr, ACT: tl.constexpr, HAS_BIAS: tl.constexpr, SORTED: tl.constexpr,
     EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     STAGES: tl.constexpr, LORA: tl.constexpr, RANK: tl.constexpr, SLOT_K: tl.constexpr,
 ):  # fmt: skip
@@ -262,7 +253,7 @@ def _multiply(
         if GATED:
             up = plus_lora(up, h_ptr, b_ptr, slot, pair, near + N, 1, stride_slot, PARTS, RANK)
     if GATED:
-        acc = activated(acc, up, limit, CLAMPED)
+        acc = activated(acc, up, limit, ACT)
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_exists[None, :] & (n < N)[:, None])
 

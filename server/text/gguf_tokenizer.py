@@ -46,8 +46,11 @@ _WORDS: dict[str, tuple[str, ...]] = {
     "qwen2": (QWEN_WORDS,),
     "deepseek-r1-qwen": (QWEN_WORDS,),
     "tekken": (_TEKKEN_WORDS,),
-    "gpt-4o": (_GPT4O_WORDS,),
-    **dict.fromkeys(("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe", "dbrx"), (_LLAMA3_WORDS,)),
+    **dict.fromkeys(("gpt-4o", "minimax-m2"), (_GPT4O_WORDS,)),
+    **dict.fromkeys(
+        ("llama3", "llama-v3", "llama-bpe", "falcon3", "pixtral", "smaug-bpe", "dbrx", "glm4", "chatglm-bpe"),
+        (_LLAMA3_WORDS,),
+    ),
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), (r"\p{N}", _GPT2_WORDS)),
 }
 _COMPOSED = ("qwen2", "deepseek-r1-qwen")  # text is brought into NFC first

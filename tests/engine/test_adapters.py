@@ -355,6 +355,7 @@ FAMILIES = {
     "phi3": "qkv_proj o_proj gate_up_proj down_proj embed_tokens", "qwen2": "q_proj v_proj lm_head",
     "gemma3_text": "q_proj o_proj up_proj embed_tokens", "cohere": "q_proj k_proj gate_proj",
     "deepseek_v3": "q_a_proj q_b_proj kv_a_proj_with_mqa o_proj gate_proj down_proj",
+    "gemma4_text": "q_proj k_proj o_proj up_proj per_layer_input_gate embed_tokens", "laguna": "q_proj g_proj o_proj",
 }  # fmt: skip
 
 

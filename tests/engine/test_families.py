@@ -15,7 +15,10 @@ from vserve.engine.link.sampling_params import SamplingParams
 
 LENGTH = 14
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
-FAMILIES = ("gemma2", "gemma3", "phi3", "glm4", "granite", "cohere2", "olmo3", "smollm3")
+FAMILIES = (
+    "gemma2", "gemma3", "gemma4_text", "phi3", "glm4", "granite", "cohere2", "olmo3", "smollm3", "minimax_m2",
+    "mimo_v2_flash", "hy_v3", "laguna", "llama4_text",
+)  # fmt: skip
 
 
 @pytest.fixture(params=FAMILIES)
@@ -29,7 +32,7 @@ def test_twelve_at_once_in_a_tiny_cache_are_transformers_tokens(engine_of_family
     sizes = [random.randint(3, 6) for _ in range(8)] + [random.randint(20, 60) for _ in range(4)]
     prompts = [[random.randrange(5, 290) for _ in range(size)] for size in sizes]
     config = read_folder(Path(engine_of_family.folder))
-    layout = KVLayout.of([layer.attention.kv for layer in config.layers], 8, 128)
+    layout = KVLayout.of(config.kv_specs(), 8, 128)
     sampling = SamplingParams(max_tokens=LENGTH, temperature=0.0, ignore_eos=True, logprobs=1, prompt_logprobs=0)
     (answers,), stats = engine_of_family.run(
         [(prompt, sampling) for prompt in prompts], max_num_batched_tokens=48, max_num_seqs=12, max_model_len=128,

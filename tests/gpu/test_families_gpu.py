@@ -36,6 +36,14 @@ OWN: dict[str, dict[str, Any]] = {
     "gemma": dict(head_dim=256),
     "gemma2": dict(head_dim=256, sliding_window=WINDOW),
     "gemma3_text": dict(head_dim=256, sliding_window=WINDOW),
+    # Its heads of layers without a window, and vectors of tokens, as long as published.
+    "gemma4_text": dict(head_dim=256, global_head_dim=512, sliding_window=WINDOW, hidden_size_per_layer_input=256)
+    | EXPERTS,
+    "minimax_m2": {},
+    "mimo_v2_flash": dict(head_dim=192, v_head_dim=128, sliding_window=WINDOW) | EXPERTS,
+    "hy_v3": EXPERTS,
+    "laguna": dict(sliding_window=WINDOW, num_attention_heads_per_layer=[8, 12, 8]) | EXPERTS,
+    "llama4_text": dict(attention_chunk_size=WINDOW, floor_scale=WINDOW, intermediate_size_mlp=1024),
     "cohere2": dict(sliding_window=WINDOW),
     "olmo3": dict(sliding_window=WINDOW),
     "exaone4": dict(sliding_window=WINDOW),
@@ -50,7 +58,15 @@ OWN: dict[str, dict[str, Any]] = {
     "granitemoe": {},
     "granitemoeshared": {},
 }  # fmt: skip
-SCALED = ("deepseek_v3", "gemma3_text", "gpt_oss", "qwen3_moe")  # in float32 too, where nothing may differ
+SCALED = (
+    "deepseek_v3",
+    "gemma3_text",
+    "gemma4_text",
+    "gpt_oss",
+    "llama4_text",
+    "mimo_v2_flash",
+    "qwen3_moe",
+)  # in float32 too, where nothing may differ
 
 
 @contextmanager

@@ -87,6 +87,7 @@ def make_batch(
     before: int = 0,
     behind: int = 0,
     window: int = 0,
+    chunked: bool = False,
     soft_cap: float = 0.0,
     sinks: bool = False,
     scale: float | None = None,
@@ -113,7 +114,7 @@ def make_batch(
     value_cache = torch.full((num_blocks, page, kv_heads, value_size), float("nan"))
     for row, length, query_len, count in zip(rows.tolist(), lengths, query_lens, blocks_each, strict=True):
         blocks = [block_ids.pop() for _ in range(count)]
-        first = max(0, length - query_len - window + 1) if window else 0
+        first = _first_seen(length - query_len, window, chunked)
         for index, block in enumerate(blocks):
             used = min(length - index * page, page)
             key_cache[block, :used] = torch.randn(used, kv_heads, size, generator=rng) * spread
@@ -136,8 +137,16 @@ def make_batch(
             window,
             soft_cap,
             (torch.randn(heads, generator=rng) * 2).to(device) if sinks else None,
+            chunked,
         ),
     )
+
+
+def _first_seen(position: int, window: int, chunked: bool) -> int:
+    """The first key that a query at this position sees."""
+    if not window:
+        return 0
+    return max(0, position - position % window if chunked else position - window + 1)
 
 
 def reference_attention(batch: Batch) -> Tensor:
@@ -157,7 +166,7 @@ def reference_attention(batch: Batch) -> Tensor:
         start, end = starts[request], starts[request + 1]
         for token in range(start, end):
             position = length - (end - token)
-            first = max(0, position - scoring.window + 1) if scoring.window else 0
+            first = _first_seen(position, scoring.window, scoring.chunked)
             if position < 0:
                 out[token] = 0
                 continue
@@ -203,6 +212,8 @@ DECODE_CASES: dict[str, dict[str, Any]] = {
     "window": {"lengths": [100, 5, 33], "window": 32},
     "window_1": {"lengths": [50, 1], "window": 1},
     "window_longer_than_context": {"lengths": [50, 20], "window": 999},
+    "chunks": {"lengths": [100, 5, 64, 65], "window": 32, "chunked": True},
+    "drafts_over_the_end_of_a_chunk": {"lengths": [66, 18], "query_len": 4, "window": 16, "chunked": True},
     "soft_cap": {"lengths": [70, 8], "soft_cap": 3.0, "spread": 2.0},
     "sinks": {"lengths": [70, 0, 8], "sinks": True},
     "scale": {"lengths": [70], "scale": 1.0},
@@ -251,6 +262,7 @@ SPLIT_CASES: dict[str, dict[str, Any]] = {
     "short_and_long": {"lengths": [1, 63, 64, 300]},
     "split_edges": {"lengths": [127, 128, 129, 0]},
     "window": {"lengths": [257, 90], "window": 100},
+    "chunks": {"lengths": [257, 301, 200], "window": 100, "chunked": True},
     "drafts": {"lengths": [129, 193, 3], "query_len": 3},
     "drafts_window_sinks": {"lengths": [160, 70], "query_len": 2, "window": 66, "sinks": True},
     "value_size_gqa7": {"lengths": [200], "heads": 7, "kv_heads": 1, "size": 80, "value_size": 48},
@@ -344,6 +356,9 @@ PREFILL_CASES: dict[str, dict[str, Any]] = {
     "page_not_power_of_two": {"lengths": [50, 11], "query_lens": [26, 11], "page": 12},
     "window": {"lengths": [100, 20], "query_lens": [40, 20], "window": 24, "block_m": 32, "block_n": 16},
     "window_1": {"lengths": [40], "query_lens": [20], "window": 1},
+    "chunks_of_24": {
+        "lengths": [100, 20], "query_lens": [60, 20], "window": 24, "chunked": True, "block_m": 32, "block_n": 16,
+    },
     "window_of_full_tiles": {"lengths": [150], "query_lens": [20], "window": 100, "block_m": 16, "block_n": 16},
     "window_longer_than_context": {"lengths": [50], "query_lens": [30], "window": 999},
     # 18 tokens a block: its second tile starts exactly at the last row's window limit.

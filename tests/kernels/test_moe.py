@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from vserve.kernels.experts.gating import GELU, gated
 from vserve.kernels.experts.moe import ExpertWeights, experts, experts_torch, sum_of_experts
 from vserve.kernels.experts.moe_route import LITTLE_PAIRS, Routing, route_torch, route_triton
 from vserve.kernels.experts.moe_triton import (
@@ -55,6 +56,15 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.float(), wanted, atol=limit * float(wanted.abs().max()), rtol=limit)
 
 
+def test_the_twin_of_each_activation(rng: torch.Generator) -> None:
+    x = torch.randn(5, 16, generator=rng)
+    gate, up = x.chunk(2, dim=1)
+    assert torch.allclose(gated(x), torch.nn.functional.silu(gate) * up)
+    assert torch.allclose(gated(x, GELU), torch.nn.functional.gelu(gate, approximate="tanh") * up)
+    low, within = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+    assert torch.allclose(gated(x, 0.5), low * torch.sigmoid(1.702 * low) * (within + 1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", SMALL)
 def test_kernels_equal_their_twin(rng: torch.Generator, device: str, case: tuple[int, ...], dtype: torch.dtype) -> None:
@@ -65,7 +75,7 @@ def test_kernels_equal_their_twin(rng: torch.Generator, device: str, case: tuple
     ids, weights = routed(rng, device, num_tokens, top_k, num_experts)
     x = torch.randn(num_tokens, hidden + 8, generator=rng).to(device, dtype)[:, :hidden]
     stream = torch.randn(num_tokens, hidden, generator=rng).to(device, dtype)
-    for bias, limit, beside in ((False, 0.0, None), (True, 0.5, x)):
+    for bias, limit, beside in ((False, 0.0, None), (True, 0.5, x), (False, GELU, None)):
         matrices = operands(rng, device, dtype, num_experts, hidden, inner, bias)
         wanted = expected(x, ids, weights, matrices, limit, beside)
         twin = stream.clone()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vserve.kernels.experts.expert_codes import ExpertCodes
+from vserve.kernels.experts.gating import GELU
 from vserve.kernels.experts.moe import ExpertWeights, experts_torch
 from vserve.kernels.experts.moe_codes import CodesTile, codes_tile, experts_codes, experts_codes_triton, tokens_of_codes
 from vserve.kernels.experts.moe_fp8 import (
@@ -111,7 +112,7 @@ def test_products_with_codes(
     x = random(rng, device, tokens, hidden + 8)[:, :hidden]
     biases = random(rng, device, experts, 2 * inner), random(rng, device, experts, hidden)
     tiles = CodesTile(block_m, block_n, 4, 2, fold), CodesTile(block_m, 64, 4, 2, fold, group=3)
-    for sort, limit in ((True, 0.5), (False, 0.0)):
+    for sort, limit in ((True, 0.5), (False, 0.0), (True, GELU)):
         more = biases if limit else (None, None)
         beside = x if limit else None
         wanted = experts_torch(x.float(), ids, weights, numbers(gate_up, down, *more), limit, beside)
@@ -131,7 +132,9 @@ def test_products_with_codes(
 
 
 @pytest.mark.parametrize("group", [0, 128])
-@pytest.mark.parametrize(("tokens", "hidden", "inner", "limit"), [(1, 256, 128, 0.0), (40, 136, 200, 0.5)])
+@pytest.mark.parametrize(
+    ("tokens", "hidden", "inner", "limit"), [(1, 256, 128, 0.0), (40, 136, 200, 0.5), (17, 128, 128, GELU)]
+)
 def test_fp8_by_fp8(
     rng: torch.Generator, device: str, group: int, tokens: int, hidden: int, inner: int, limit: float
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from vserve.kernels.experts import moe_few
+from vserve.kernels.experts.gating import GELU
 from vserve.kernels.experts.moe_blocks import Order
 from vserve.kernels.experts.moe_codes import CodesTile, experts_codes_torch, experts_codes_triton
 from vserve.kernels.experts.moe_few import ExpertsFewTile, experts_few, experts_few_tile
@@ -74,6 +75,7 @@ CASES = [
     ("int4", 128, False, 1, 2, 3, 1024, 64, 0.0),  # as many blocks as warps take at once
     ("e2m1", 32, False, 1, 2, 3, 1160, 24, 0.5),  # more
     ("e5m2", 64, True, 1, 2, 3, 130, 72, 0.5),
+    ("e2m1", 16, False, 2, 2, 4, 80, 70, GELU),
 ]
 NAMES = ("kind", "group", "shifts", "tokens", "top_k", "experts", "hidden", "inner", "limit")
 

@@ -31,7 +31,8 @@ from vserve.engine.quant.weights import Placement
 
 Load = Callable[[Path], Any]
 FAMILIES = (
-    "qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "granitemoe", "gpt_oss"
+    "qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "granitemoe", "gpt_oss",
+    "minimax_m2", "mimo_v2_flash", "hy_v3", "laguna",
 )  # fmt: skip
 IN_ONE = ("granitemoe", "gpt_oss")  # whose experts never were modules of their own
 TARGETS = ("experts", "q_proj")

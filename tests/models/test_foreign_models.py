@@ -21,6 +21,7 @@ from vserve.engine.foreign import build as foreign_build
 from vserve.engine.foreign.model import TransformersModel
 from vserve.engine.foreign.modules import Norm, Part, Product
 from vserve.engine.layers.embedding import Embedding
+from vserve.engine.layers.experts import Experts
 from vserve.engine.layers.linear import Linear
 from vserve.engine.quant.method import Quantized
 from vserve.engine.start.described import describe
@@ -48,12 +49,13 @@ def parity(load_module: Callable[[Path], Any]) -> Any:
 
 
 def load(folder: Path, change: Callable[[ModelConfig], ModelConfig] = lambda c: c, **options: Any) -> TransformersModel:
-    length = options.pop("max_model_len", None)
+    length, exact = options.pop("max_model_len", None), options.pop("exact", False)
     options.setdefault("implementation", "transformers")
     config = change(read_folder(folder, **options))
     model = load_model(
-        folder, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length or config.max_model_len
-    )
+        folder, config, dtype=torch.float32, device=torch.device("cpu"), max_model_len=length or config.max_model_len,
+        exact=exact,
+    )  # fmt: skip
     assert isinstance(model, TransformersModel)
     return model
 
@@ -274,7 +276,9 @@ def test_codes_of_a_checkpoint(
     assert compared == 2 * 4
 
 
-def test_quantized_experts_are_refused(foreign_model: Callable[..., Path], tmp_path: Path) -> None:
+def test_quantized_experts_without_their_configuration_are_refused(
+    foreign_model: Callable[..., Path], tmp_path: Path
+) -> None:
     from safetensors.torch import load_file, save_file
 
     folder = tmp_path / "model"
@@ -284,8 +288,41 @@ def test_quantized_experts_are_refused(foreign_model: Callable[..., Path], tmp_p
     name = next(name for name in tensors if ".experts.0.gate_proj" in name)
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, file)
-    with pytest.raises(ModelError, match=rf"{name} is stored as F8_E4M3.*quantized experts are not served this way"):
+    with pytest.raises(
+        ModelError, match=r"gate_proj.weight is quantized \(stored as F8_E4M3\), and config.json has no"
+    ):
         load(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "kind"), [("qwen3_moe", "nvfp4"), ("dots1", "fp8_blocks"), ("mixtral", "packed")]
+)
+def test_quantised_experts_mean_what_their_codes_do(
+    foreign_model: Callable[..., Path],
+    load_module: Callable[[Path], Any],
+    parity: Any,
+    tmp_path: Path,
+    model_type: str,
+    kind: str,
+) -> None:
+    """One each in the checkpoint, under names of two families; beside shared ones."""
+    checkpoints = load_module(Path(__file__).parents[1] / "quant" / "checkpoints.py")
+    wide = {"moe_intermediate_size": 64, "intermediate_size": 96}
+    folder = checkpoints.write(foreign_model(model_type, **wide), tmp_path, kind)
+    model, twin = load(folder / "quantized", exact=True), load(folder / "twin", exact=True)
+    experts = [module for module in model.modules() if isinstance(module, Experts)]
+    assert experts and all(module.quantised for module in experts)
+    assert not any(isinstance(module, Experts) for module in twin.modules())
+    found, wanted = (parity.PagedRunner(one, parity.sequences()).run(parity.WHOLE) for one in (model, twin))
+    assert parity.difference(found, wanted) < 2e-3 * max(float(row.abs().max()) for row in wanted)
+
+
+def test_quantised_experts_that_no_kernel_computes_are_refused(foreign_model: Callable[..., Path]) -> None:
+    config = read_folder(foreign_model("gpt_oss"), implementation="transformers")
+    assert config.foreign is not None
+    coded = replace(config, foreign=replace(config.foreign, coded_experts=True))
+    with pytest.raises(ModelError, match="GptOssForCausalLM is quantised, and its experts are no plain SwiGLU"):
+        count_parameters(coded)
 
 
 def test_a_checkpoint_without_its_prefix_or_head(

@@ -19,7 +19,8 @@ from vserve.engine.adapters.peft_files import AdapterError
 
 Load = Callable[[Path], Any]
 FAMILIES = (
-    "qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "granitemoe", "gpt_oss"
+    "qwen3_moe", "mixtral", "olmoe", "qwen2_moe", "deepseek_v2", "deepseek_v3", "glm4_moe", "granitemoe", "gpt_oss",
+    "minimax_m2", "mimo_v2_flash", "hy_v3", "laguna",
 )  # fmt: skip
 SEVEN = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3", "q_proj")
 

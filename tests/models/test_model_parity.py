@@ -78,6 +78,25 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "gqa": {"head_dim": 16},
         "clipped": {"clip_qkv": 0.7, "norm_topk_prob": True, "attention_bias": True},
     },
+    "minimax_m2": {"gqa": {}, "all": {"rope_parameters": {"rope_type": "default"}, "tie_word_embeddings": True}},
+    "mimo_v2_flash": {
+        "gqa": {},
+        "groups": {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "attention_value_scale": None,
+            "norm_topk_prob": False, "attention_bias": True, "routed_scaling_factor": 1.5},
+        "sparse": {"mlp_layer_types": ["sparse", "dense", "sparse"], "v_head_dim": 32},
+    },
+    "llama4_text": {
+        "gqa": {},
+        "plain": {"use_qk_norm": False, "attn_temperature_tuning": False, "attention_bias": True,
+            "attention_chunk_size": 12, "moe_layers": [0]},
+        "whole": {"layer_types": ["full_attention"] * 3, "moe_layers": [0, 1, 2]},
+    },
+    "hy_v3": {"gqa": {}, "biases": {"attention_bias": True, "mlp_layer_types": ["sparse", "dense"],
+        "num_shared_experts": 2, "tie_word_embeddings": True}},
+    "laguna": {
+        "gqa": {},
+        "elements": {"gating": "per-element", "attention_bias": True, "moe_router_logit_softcapping": 0.7},
+    },
     "granitemoe": {"gqa": {}, "biases": {"attention_bias": True, "tie_word_embeddings": True}},
     "granitemoeshared": {"gqa": {}, "none": {"shared_intermediate_size": 0}},
     "qwen3_moe": {
@@ -128,6 +147,12 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "tied": {"tie_word_embeddings": True, "rope_parameters": LAYERED},
     },
     "gemma3": {"gqa": {"rope_parameters": LAYERED}, "tied": {"tie_word_embeddings": True}},
+    "gemma4_text": {
+        "gqa": {},
+        "dense": {"enable_moe_block": False, "attention_k_eq_v": False, "tie_word_embeddings": True},
+        "biases": {"attention_bias": True, "num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0,
+            "final_logit_softcapping": None},
+    },
     "phi3": {
         "gqa": {},
         "part": {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}},

@@ -41,12 +41,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen3_moe": ("qwen3_moe", MIXTURE),
     "gpt_oss": ("gpt_oss", {"intermediate_size": 1024}),
+    "gemma4": ("gemma4_text", {"num_experts": 4, "moe_intermediate_size": 1024}),
+    "minimax_m2": ("minimax_m2", {"intermediate_size": 1024}),
+    "mimo_v2": ("mimo_v2_flash", {"moe_intermediate_size": 1024}),
+    "laguna": ("laguna", {"moe_intermediate_size": 1024, "num_attention_heads_per_layer": [4, 8, 4]}),
+    "llama4": ("llama4_text", {"intermediate_size": 1024}),
 }
 # Slices of experts would be smaller than they should be, or are not wanted.
 WHOLE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", MIXTURE),
     "gpt_oss": ("gpt_oss", {"num_local_experts": 8}),
     "deepseek_v3": ("deepseek_v3", {}),
+    "gemma4": ("gemma4_text", {"num_experts": 4}),
+    "llama4": ("llama4_text", {"num_local_experts": 4}),
 }
 # Kind of tests/quant/checkpoints.py → the same. No matrix has rows by 64 on a rank, whose product in 4 bits rounds to
 # bf16; groups of 32 columns are cut within.

@@ -36,6 +36,9 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "scaled": ("granite", {"num_hidden_layers": 3}),
     "experts": ("gpt_oss", {}),
     "a dense layer, then experts": ("deepseek_v3", {"num_hidden_layers": 3}),
+    "keys of two widths": ("mimo_v2_flash", {}),
+    "chunks": ("llama4_text", {}),
+    "scaled layers": ("gemma4_text", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
 }
 
 

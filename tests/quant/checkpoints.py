@@ -196,7 +196,7 @@ def write(source: Path, folder: Path, kind: str) -> Path:
     stored, twin = dict(plain), dict(plain)
     for name, weight in plain.items():
         path, _, suffix = name.rpartition(".")
-        if suffix == "weight" and path.endswith(("_proj", "_proj_with_mqa")):
+        if suffix == "weight" and path.endswith(("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3")):
             packed, numbers = pack(weight.float())
             del stored[name]
             stored |= {f"{path}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}

@@ -33,7 +33,7 @@ from vserve.engine.weights.loader import load_model
 
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "olmo2", "granite", "cohere",
-    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss",
+    "mixtral", "qwen2_moe", "qwen3_moe", "gpt_oss", "minimax_m2", "glm4_moe",
 )  # fmt: skip
 ALWAYS_TIED = ("gemma", "gemma2", "cohere")  # to llama.cpp
 # What no key of the file says is what the largest models of a family have, or all.
@@ -86,6 +86,30 @@ def test_the_same_tensors(gguf_models: Any, tiny_model: Any, tmp_path: Path, fam
         torch.testing.assert_close(checkpoint.read(name), original, rtol=0, atol=1e-6 if raised else 0)
     assert make_scheme(read_quantization(checkpoint.file.path, checkpoint.config), None) is None
     assert "quantization_config" not in checkpoint.config
+
+
+def test_the_text_half_of_qwen3_vl(
+    gguf_models: Any, tiny_model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(gguf_models.ARCHITECTURES, "qwen3", "qwen3vl")
+    monkeypatch.setitem(gguf_models.ARCHITECTURES, "qwen3_moe", "qwen3vlmoe")
+    for family in ("qwen3", "qwen3_moe"):
+        folder = tiny_model(family, **SAID.get(family, {}))
+        path = tmp_path / f"{family}.gguf"
+        checkpoint = GGUFCheckpoint(
+            gguf_models.write_gguf(folder, path, keys={"rope.dimension_sections": [3, 3, 2, 0]})
+        )
+        ours, theirs = described(checkpoint.config), described(json.loads((folder / "config.json").read_text()))
+        assert ours.layers == theirs.layers
+        assert checkpoint.headers.keys() == gguf_models.one_each(load_file(folder / "model.safetensors")).keys()
+
+
+def test_layers_that_draft_are_left_out_of_a_glm(gguf_models: Any, tiny_model: Any, tmp_path: Path) -> None:
+    folder = tiny_model("glm4_moe", num_hidden_layers=3)
+    checkpoint = GGUFCheckpoint(gguf_models.write_gguf(folder, tmp_path / "m.gguf", keys={"nextn_predict_layers": 1}))
+    assert len(described(checkpoint.config).layers) == 2
+    layers = {name.split(".")[2] for name in checkpoint.headers if ".layers." in name}
+    assert layers == {"0", "1"}
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16"])
