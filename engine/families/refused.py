@@ -37,7 +37,7 @@ _BEGINNINGS = {
     ),
     **dict.fromkeys(("Baichuan", "BaiChuan", "Bloom", "MPT", "Mpt"), _ALIBI),
     **dict.fromkeys(
-        ("DeepseekV32", "DeepseekV4", "GlmMoeDsa", "MiniMaxM3"), _SPARSE
+        ("DeepseekV32", "DeepseekV4", "GlmMoeDsa", "MiniMaxM3", "MistralLarge4"), _SPARSE
     ),
     **dict.fromkeys(("Dream", "DiffusionGemma", "LLaDA"), _DIFFUSION),
     **dict.fromkeys(
@@ -62,7 +62,11 @@ _BEGINNINGS = {
     ),
     # They begin or end like others, and are decoders.
     "Ernie4_5": "",
-    "Gemma3ForConditionalGeneration": "",  # of which the decoder is served
+    **dict.fromkeys(  # of which the decoder is served
+        ("Gemma3For", "Glm4v", "Glm46V", "InternVL", "KimiK25", "Kimi_K25", "LlavaFor", "LlavaNext", "LlavaOnevision",
+         "Mistral3For", "Qwen2VL", "Qwen2_5_VL", "Qwen3VL"),
+        "",
+    ),
     "ModernBertDecoder": "",
 }  # fmt: skip
 _ENDINGS = {

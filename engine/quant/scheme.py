@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError, unreadable
+from ..families.raw_config import text_values
 from .format import FLOATS, Scheme
 from .methods import ALIASES, AT_LOAD, FITS, NOT_AT_LOAD, READ, REFUSED, UNREAD
 from .online import OnlineScheme
@@ -23,8 +24,7 @@ def read_quantization(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | 
 
     None: it is not quantised. Otherwise `quant_method` is set. Raises ModelError for files that cannot be read.
     """
-    text = raw.get("text_config")
-    objects = (raw, text if isinstance(text, Mapping) else {})
+    objects = (raw, text_values(raw))
     for key in ("quantization_config", "compression_config", "quantization"):
         for values in objects:
             if values.get(key) is not None:

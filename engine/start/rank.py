@@ -101,6 +101,8 @@ class Rank:
         config, draft = self._config, None
         if (foreign := described.foreign) is not None:
             logger.info("%s", foreign.log_line(config.model_impl))
+        for line in described.log_lines(config.language_model_only):
+            logger.info("%s", line)
         self._settings = settings = resolve(config, described, machine)
         _warn(settings.notices)
         if limits := step_limits(config, settings):
