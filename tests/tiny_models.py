@@ -21,7 +21,7 @@ DEEPSEEK = {  # of latent attention's sizes none is as large as another; a dense
 }  # fmt: skip
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 _GROWING = {  # of queries, from position 16 on
-    "rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16, "mscale": 1.0,
     "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5,
 }  # fmt: skip
 # Keys of config.json beside those of all: what a family needs to be small, or would not show.
@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
     "ministral3": {"rope_parameters": _GROWING, "num_hidden_layers": 3},
-    "mistral4": {**DEEPSEEK, "rope_parameters": _GROWING},
+    "mistral4": {**DEEPSEEK, "head_dim": 24, "rope_parameters": _GROWING},
     "internlm3": {},
     "gemma": {},
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
@@ -171,6 +171,12 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     return AutoConfig.for_model(family, **(values | FAMILIES.get(family, {}) | overrides))
 
 
+def _auto_class(model_type: str) -> Any:
+    """Of transformers; Mistral 4 it lists with those of pictures."""
+    pictures = model_type in PICTURES or model_type == "mistral4"
+    return AutoModelForImageTextToText if pictures else AutoModelForCausalLM
+
+
 def _as_published(folder: Path) -> None:
     """transformers writes other names of Kimi's layers and class than the published ones, which it reads."""
     file = folder / "model.safetensors"
@@ -196,7 +202,7 @@ def tiny_checkpoint(
     """
     dtype = getattr(torch, overrides.pop("dtype", "float32"))
     config = tiny_config(family, **overrides)
-    kind = kind or (AutoModelForImageTextToText if family in PICTURES else AutoModelForCausalLM)
+    kind = kind or _auto_class(family)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind.from_config(config)
@@ -216,5 +222,4 @@ def tiny_checkpoint(
 
 def reference(folder: Path, **keys: Any) -> Any:
     """transformers' own model of a folder that it wrote; keys: of its from_pretrained."""
-    pictures = AutoConfig.from_pretrained(folder).model_type in PICTURES
-    return (AutoModelForImageTextToText if pictures else AutoModelForCausalLM).from_pretrained(folder, **keys)
+    return _auto_class(AutoConfig.from_pretrained(folder).model_type).from_pretrained(folder, **keys)
