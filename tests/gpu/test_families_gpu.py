@@ -54,7 +54,7 @@ OWN: dict[str, dict[str, Any]] = {
     "ministral3": {},
     "mistral4": LATENT | EXPERTS | dict(kv_lora_rank=256, qk_nope_head_dim=64),
     "internlm3": {},
-    **dict.fromkeys(PICTURES, {}),
+    **{kind: {} for kind in PICTURES},
     "qwen3_vl_moe": EXPERTS,
     "glm4v_moe": EXPERTS,
     "kimi_k25": LATENT | EXPERTS,
