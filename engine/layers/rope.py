@@ -20,12 +20,11 @@ class RotaryEmbedding:
 
     def __init__(self, rope: RopeConfig | None, head_dim: int, max_len: int, device: torch.device) -> None:
         self.rope, self.head_dim, self.device = rope, head_dim, device
-        self.fit(max_len)
+        self.cos_sin, self.query_scale = self._table(max_len), self._scales(max_len)
 
     def fit(self, max_len: int) -> None:
         """For contexts of another length, once it is known what memory holds: some frequencies follow it."""
-        self.cos_sin = self._table(max_len)
-        self.query_scale = self._scales(max_len)
+        self.cos_sin, self.query_scale = self._table(max_len), self._scales(max_len)
 
     def scale(self, query: Tensor, positions: Tensor) -> None:
         """query [T, H, D], overwritten; positions int32 [T]."""

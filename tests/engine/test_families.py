@@ -16,10 +16,13 @@ from ..tiny_models import PICTURES, reference
 
 LENGTH = 14
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
-FAMILIES = ("gemma2", "gemma3", "phi3", "glm4", "granite", "cohere2", "olmo3", "smollm3", "mistral4", *PICTURES)
+FAMILIES = ("gemma2", "gemma3", "phi3", "glm4", "granite", "cohere2", "olmo3", "smollm3", "mistral4")
+WITH_PICTURES = ("mistral3", "qwen3_vl_moe", "glm4v")  # the layers of others are those of text
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, *(
+    pytest.param(kind, marks=() if kind in WITH_PICTURES else pytest.mark.slow) for kind in PICTURES
+)])  # fmt: skip
 def engine_of_family(request, tiny_model, engine):
     return type(engine)(tiny_model(request.param))
 
