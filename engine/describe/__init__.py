@@ -4,5 +4,6 @@ model_config: a model as its config.json describes it, and what computes it: a f
 divide: how a model can be divided over ranks and stages, and what more of them would bring
 model_source: a model's files: a folder, the hub's, or one GGUF file of a repository
 overrides: a model's config.json as the options change it
+torchvision: one that was built for another torch is kept from transformers
 reading: a model as its config.json and the options describe it, with transformers' defaults for what is left out
 """

@@ -24,6 +24,7 @@ from .divide import check_divides, check_stages, refuse_encoder
 from .divide import refuse as refuse_stages
 from .model_config import Foreign, ModelConfig, choose
 from .overrides import overridden, overrides
+from .torchvision import hide_broken_torchvision
 
 if TYPE_CHECKING:
     from ..quant.format import Scheme
@@ -154,6 +155,7 @@ def parse_model_config(
     if isinstance(kind, EncoderFamily):
         return _parse_encoder(raw, dtype, kind, purpose)
     if isinstance(kind, Foreign):
+        hide_broken_torchvision()
         from ..foreign.config import read  # it imports transformers
 
         return read(kind, dtype)
