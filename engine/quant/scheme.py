@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError, unreadable
-from ..families.raw_config import text_values
 from .format import FLOATS, Scheme
 from .methods import ALIASES, AT_LOAD, FITS, NOT_AT_LOAD, READ, REFUSED, UNREAD
 from .online import OnlineScheme
@@ -24,7 +23,8 @@ def read_quantization(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | 
 
     None: it is not quantised. Otherwise `quant_method` is set. Raises ModelError for files that cannot be read.
     """
-    objects = (raw, text_values(raw))
+    texts = (raw.get(key) for key in ("text_config", "llm_config"))
+    objects = (raw, *(values for values in texts if isinstance(values, Mapping)))
     for key in ("quantization_config", "compression_config", "quantization"):
         for values in objects:
             if values.get(key) is not None:

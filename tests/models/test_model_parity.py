@@ -20,8 +20,7 @@ from vserve.engine.models.mlp import MLP
 from vserve.engine.quant.unquantized import Unquantized
 from vserve.engine.weights.loader import load_model
 from vserve.kernels.attention.attention_parts import PagedCache
-
-from ..tiny_models import reference
+from vserve.tests.tiny_models import reference
 
 PAGE = 4
 LENGTHS = (45, 30)
