@@ -12,6 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from vserve.tests.tiny_models import reference
+
 SEVEN = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PREFIX = "base_model.model."
 
@@ -72,7 +74,7 @@ def write_adapter(
 @torch.no_grad()
 def merged(base: Path, folder: Path | None, scale: Callable[[str], float] = lambda module: 2.0) -> Any:
     """transformers' model in float32 with the adapter in its weights; `scale`: of B A, of a module."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = reference(base, dtype=torch.float32)
     if folder is None:
         return model
     tensors = {

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
 
@@ -26,12 +27,19 @@ _DELTA = {
 _EXPERTS = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 56, "initializer_range": 0.2}  # fmt: skip
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
+_GROWING = {  # of queries, from position 16 on
+    "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16, "mscale": 1.0,
+    "mscale_all_dim": 1.0, "beta_fast": 32.0, "beta_slow": 1.0, "llama_4_scaling_beta": 0.5,
+}  # fmt: skip
 # Keys of config.json beside those of all: what a family needs to be small, or would not show.
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": None},
     "qwen2": {},
     "qwen3": {},
+    "ministral3": {"rope_parameters": _GROWING, "num_hidden_layers": 3},
+    "mistral4": {**DEEPSEEK, "head_dim": 24, "rope_parameters": _GROWING},
+    "internlm3": {},
     "gemma": {},
     "gemma2": {"sliding_window": 8, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0,
         "final_logit_softcapping": 4.0},
@@ -93,6 +101,35 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
     "qwen3_next": {**_DELTA, **_EXPERTS},
 }  # fmt: skip
+_SIGHT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "image_size": 28, "patch_size": 14}  # fmt: skip
+_QWEN_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "fullatt_block_indexes": [0]}  # fmt: skip
+_QWEN3_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
+_GLM_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "image_size": 28, "patch_size": 14}  # fmt: skip
+_GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+_THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+_EXPERTS_ALONE = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40}
+# Models of pictures and text: model_type → keys of the text, and of what looks at pictures. Those whose text has a
+# model_type may have others.
+PICTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "qwen2_vl": ({"rope_parameters": _THREE_AXES}, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
+    "qwen2_5_vl": ({"rope_parameters": _THREE_AXES}, _QWEN_SIGHT),
+    "qwen3_vl": ({"rope_parameters": _THREE_AXES | {"mrope_interleaved": True}}, _QWEN3_SIGHT),
+    "qwen3_vl_moe": ({"rope_parameters": _THREE_AXES | {"mrope_interleaved": True}, **_EXPERTS_ALONE}, _QWEN3_SIGHT),
+    "glm4v": ({"rope_parameters": _GLM_ROPE}, _GLM_SIGHT),
+    "glm46v": ({"rope_parameters": _GLM_ROPE, "model_type": "glm4v_text"}, _GLM_SIGHT | {"model_type": "glm4v_vision"}),
+    "glm4v_moe": ({"rope_parameters": _GLM_ROPE, **FAMILIES["glm4_moe"]}, _GLM_SIGHT),
+    "mistral3": ({"model_type": "ministral3", **FAMILIES["ministral3"]}, _SIGHT | {"model_type": "pixtral"}),
+    "kimi_k25": ({"model_type": "deepseek_v3", **DEEPSEEK}, _SIGHT),
+    "internvl": ({"model_type": "qwen3"}, _SIGHT | {"image_size": [28, 28], "patch_size": [14, 14]}),
+    "llava": ({"model_type": "llama"}, _SIGHT | {"model_type": "clip_vision_model"}),
+    "llava_next": ({"model_type": "mistral", "sliding_window": None}, _SIGHT | {"model_type": "clip_vision_model"}),
+    "llava_next_video": ({"model_type": "llama"}, _SIGHT | {"model_type": "clip_vision_model"}),
+    "llava_onevision": ({"model_type": "qwen2"}, _SIGHT | {"model_type": "siglip_vision_model"}),
+}
 VOCAB_SIZE = 300
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
@@ -160,9 +197,29 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
         ends = {key: text[key] for key in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")}
         return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ends)
+    if family in PICTURES:
+        text, sight = PICTURES[family]
+        text = {**values, **text, **overrides}
+        outer = {key: text.pop(key) for key in ("tie_word_embeddings",)}
+        return AutoConfig.for_model(family, text_config=text, vision_config=sight, **outer)
     if family.startswith("granitemoe"):
         del values["head_dim"]
     return AutoConfig.for_model(family, **(values | FAMILIES.get(family, {}) | overrides))
+
+
+def _auto_class(model_type: str) -> Any:
+    """Of transformers; Mistral 4 it lists with those of pictures. Qwen 3.5 would be the text alone."""
+    pictures = model_type in PICTURES or model_type in ("mistral4", "qwen3_5", "qwen3_5_moe")
+    return AutoModelForImageTextToText if pictures else AutoModelForCausalLM
+
+
+def _as_published(folder: Path) -> None:
+    """transformers writes other names of Kimi's layers and class than the published ones, which it reads."""
+    file = folder / "model.safetensors"
+    before, after = "language_model.model.blocks.", "language_model.model.layers."
+    save_file({name.replace(before, after): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"})
+    config = folder / "config.json"
+    config.write_text(config.read_text().replace("Kimi_K25ForCond", "KimiK25ForCond"))
 
 
 def tiny_checkpoint(
@@ -171,18 +228,17 @@ def tiny_checkpoint(
     *,
     seed: int = 0,
     max_shard_size: str = "5GB",
-    kind: Any = AutoModelForCausalLM,
+    kind: Any = None,
     **overrides: Any,
 ) -> Path:
     """Write a random model of `family` and its tokenizer into `folder`; overrides are keys of its config.json.
 
     dtype ("bfloat16", …) is what the weights are stored in; kind: the auto class of transformers, which says what is
-    behind the layers.
+    behind the layers; None: text.
     """
     dtype = getattr(torch, overrides.pop("dtype", "float32"))
     config = tiny_config(family, **overrides)
-    if family in ("qwen3_5", "qwen3_5_moe") and kind is AutoModelForCausalLM:  # which would be of the text alone
-        kind = AutoModelForImageTextToText
+    kind = kind or _auto_class(family)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = kind.from_config(config)
@@ -196,5 +252,12 @@ def tiny_checkpoint(
             elif "norm" in name or name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
                 torch.nn.init.normal_(weight, 1.0, 0.3)
     model.to(dtype).save_pretrained(folder, max_shard_size=max_shard_size)
+    if family == "kimi_k25":
+        _as_published(folder)
     tiny_tokenizer().save_pretrained(folder)
     return Path(folder)
+
+
+def reference(folder: Path, **keys: Any) -> Any:
+    """transformers' own model of a folder that it wrote; keys: of its from_pretrained."""
+    return _auto_class(AutoConfig.from_pretrained(folder).model_type).from_pretrained(folder, **keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ from ..families.head_spec import HeadSpec
 from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec, StateSpec
 from ..families.raw_config import architectures, model_type
 from ..families.refused import refusal
-from ..families.registry import find_family, own_family
+from ..families.registry import find_family, generates_by_name, own_family
 
 if TYPE_CHECKING:
     import torch  # at run time only where a dtype is made: reading the file alone should not wait for torch
@@ -46,6 +46,8 @@ class ModelConfig:
     quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
     head: HeadSpec | None = None  # what is behind the pooled hidden state
     generates: bool = True  # it has an output matrix
+    pictures: bool = False  # it is the text half of a model of pictures, of which nothing else is loaded
+    given_class: str = ""  # that config.json names, where its model_type alone is known
     foreign: Foreign | None = None  # a model that transformers' code computes; None: one of vserve's own families
     causal: bool = True  # a token sees those before it alone; else the whole text: nothing is cached or generated
     encoder: EncoderSpec | None = None  # a model of BERT's shape; None: a decoder
@@ -72,6 +74,18 @@ class ModelConfig:
     @property
     def has_state(self) -> bool:
         return bool(self.state_specs())
+
+    def log_lines(self, text_is_enough: bool) -> Iterator[str]:
+        """What a start says of it. text_is_enough: --language-model-only."""
+        if self.given_class:
+            yield (
+                f"{self.given_class} is no class known here: it is computed as {self.architecture}, by its model_type"
+            )
+        if self.pictures and not text_is_enough:
+            yield (
+                f"{self.architecture}: its text is served, a request with a picture is refused (--language-model-only "
+                "leaves this line out)"
+            )
 
     def named(self, path: str) -> str:
         """A path, in llama's names, as the checkpoint names it."""
@@ -141,10 +155,11 @@ def choose(
     if (line := refusal(names)) is not None:
         raise ModelError(line)
     known = _decoders()
+    classes = {name.lower(): name for name in known.values()}  # PhiMoE is written in two ways
     for name in (found for given in names for found in (given, f"{given.removesuffix('Model')}ForCausalLM")):
-        if name in known.values():
-            return Foreign(name, raw)
-    if not names and (kind := model_type(raw)) in known:
+        if name.lower() in classes:
+            return Foreign(classes[name.lower()], raw)
+    if (not names or generates_by_name(raw)) and (kind := model_type(raw)) in known:
         return Foreign(known[kind], raw)
     if remote:
         raise ModelError(

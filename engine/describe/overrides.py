@@ -9,6 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..families.encoders import ENCODERS
 from ..families.head_spec import KEYS
+from ..families.raw_config import TEXT_KEYS, text_values
 from ..families.registry import FAMILIES
 from ..families.rope_config import FULL, SLIDING
 from ..options.config import EngineConfig
@@ -16,8 +17,8 @@ from ..options.config import EngineConfig
 # What is read of any config.json, here and by the server; families read more.
 _KEYS = frozenset((
     "architectures", "dtype", "is_causal", "model_type", "original_max_position_embeddings", "partial_rotary_factor",
-    "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "text_config", "torch_dtype",
-    "use_bidirectional_attention",
+    "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype",
+    "use_bidirectional_attention", *TEXT_KEYS,
 ))  # fmt: skip
 _ROPE = ("rope_scaling", "rope_parameters")  # transformers before 5, and since
 
@@ -64,8 +65,8 @@ def _rope(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any] 
     """
     if not any(key in changes for key in (*_ROPE, "rope_theta")):
         return None
-    nested = raw.get("text_config") if "rope_parameters" not in raw and "rope_scaling" not in raw else None
-    raw = {**nested, **raw} if isinstance(nested, dict) else raw
+    if "rope_parameters" not in raw and "rope_scaling" not in raw:
+        raw = {**text_values(raw), **raw}
     before = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
     if isinstance(inner := before.get(FULL), dict) and not {FULL, SLIDING} & _asked(changes).keys():
         return {**before, FULL: _rope({"rope_parameters": inner}, changes)}

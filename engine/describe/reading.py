@@ -13,8 +13,8 @@ from ..families.encoders import EncoderFamily, find_encoder, layers_of
 from ..families.family import MAX_LAYERS, Family
 from ..families.head_spec import read_head
 from ..families.layer_spec import AttentionSpec, LayerSpec, MoESpec
-from ..families.raw_config import RawConfig, architectures, flag, model_type
-from ..families.registry import find_family
+from ..families.raw_config import RawConfig, architectures, dtype_name, flag, model_type
+from ..families.registry import find_family, is_known
 from ..files.model_file import read_config
 from ..options.config import EngineConfig
 from ..options.config_checks import ANY, Purpose
@@ -25,6 +25,7 @@ from .divide import refuse as refuse_stages
 from .download import from_hub
 from .model_config import Foreign, ModelConfig, choose
 from .overrides import overridden, overrides
+from .torchvision import hide_broken_torchvision
 
 if TYPE_CHECKING:
     from ..quant.format import Scheme
@@ -115,7 +116,7 @@ def read_folder(
             f"--convert {purpose.convert}: {config.architecture} is computed by transformers' code, of which only "
             "text and embeddings are served: leave it out"
         )
-    if raw.get("dtype") is None and raw.get("torch_dtype") is None:
+    if dtype_name(raw) is None:
         config = replace(config, dtype=stored_dtype(Path(folder)) or config.dtype)
     return config
 
@@ -169,6 +170,7 @@ def parse_model_config(
     if isinstance(kind, EncoderFamily):
         return _parse_encoder(raw, dtype, kind, purpose)
     if isinstance(kind, Foreign):
+        hide_broken_torchvision()
         from ..foreign.config import read  # it imports transformers
 
         return read(kind, dtype)
@@ -184,7 +186,7 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
     values = RawConfig(raw, family.defaults)
     hidden_size = values.count("hidden_size")
     head = read_head(None, raw, hidden_size, purpose)
-    eos = _tokens(values.get("eos_token_id"))
+    eos, names = _tokens(values.get("eos_token_id")), architectures(raw)
     layers, causal = family.layers(values), _is_causal(raw, family)
     if not causal:
         _check_both_ways(raw, layers, purpose)
@@ -205,6 +207,8 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         head=head,
         generates=head is None and purpose.runner != "pooling" and causal,
         causal=causal,
+        pictures=bool(family.nested),
+        given_class=names[0] if names and not any(map(is_known, names)) else "",
     )
 
 
@@ -274,8 +278,13 @@ def _refuse_generation(raw: Mapping[str, Any], purpose: Purpose) -> None:
 def _drafting_layers(family: Family, raw: RawConfig) -> list[str]:
     """What the names of layers begin with that draft further tokens, which is not done."""
     count = (raw.optional_count(family.drafts) if raw.get(family.drafts) else 0) if family.drafts else 0
-    first = raw.count("num_hidden_layers")
-    return [f"model.layers.{first + index}." for index in range(min(count or 0, MAX_LAYERS))]
+    first, found = raw.count("num_hidden_layers"), []
+    for names in (family.names, *family.other_names):
+        begin = "model.layers."
+        for ours, theirs in names:
+            begin = begin.replace(ours, theirs)
+        found += [f"{begin}{first + index}." for index in range(min(count or 0, MAX_LAYERS))]
+    return list(dict.fromkeys(found))
 
 
 def _tokens(value: Any) -> tuple[int, ...]:
@@ -290,8 +299,7 @@ def _tokens(value: Any) -> tuple[int, ...]:
 
 
 def _dtype_name(raw: dict[str, Any]) -> str:
-    dtype = raw.get("dtype") or raw.get("torch_dtype")  # transformers 5 writes the first, older ones the second
-    name = "float32" if dtype is None else str(dtype).removeprefix("torch.")
+    name = dtype_name(raw) or "float32"
     if name not in _DTYPES:
-        raise ModelError(f"config.json: dtype is {dtype!r}, supported are {', '.join(_DTYPES)}: correct the file")
+        raise ModelError(f"config.json: dtype is {name!r}, supported are {', '.join(_DTYPES)}: correct the file")
     return name

@@ -12,8 +12,11 @@ gemma4: Gemma 4
 glm: GLM 4, and its mixtures from 4.5 on
 olmo: OLMo 2 and 3, OLMoE, EXAONE 4, and Cohere's Command R, R+, R7B and A: norms elsewhere than Llama's
 deepseek: models with latent attention: DeepSeek-V2 and V3, GLM-4.7-Flash, MiniCPM 3
+mistral: Ministral 3, Mistral Small 4 and Large 3
 gpt_oss: gpt-oss
 mixtures: MiniMax M2, MiMo-V2-Flash, Hunyuan 3 and Laguna: experts chosen by sigmoids
+pictures: models of pictures and text, of which the text is served
+renamed: models whose layers are another family's under a class of their own
 
 encoders: what an encoder is, which one a config.json describes, and how it is read
 head_spec: what stands behind the pooled hidden state of a model, as its folder describes it

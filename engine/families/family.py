@@ -27,7 +27,8 @@ _TABLE = Path(__file__).parents[2] / "configs" / "families.json"
 TRANSFORMERS: dict[str, dict[str, Any]] = json.loads(_TABLE.read_text())
 # Keys that are read of every family and that not all of those classes have.
 _LEFT_OUT = {
-    "head_dim": None, "attention_bias": False, "mlp_bias": False, "num_experts": None, "num_local_experts": None
+    "head_dim": None, "attention_bias": False, "mlp_bias": False, "num_experts": None, "num_local_experts": None,
+    "tie_word_embeddings": False, "eos_token_id": None,
 }  # fmt: skip
 # Pieces of our names (llama's) → of a checkpoint's, each put into what those before it have made of a name.
 Names = tuple[tuple[str, str], ...]
@@ -49,7 +50,8 @@ class Family:
     other_names: tuple[Names, ...] = ()
     ignored: tuple[str, ...] = ()
     drafts: str = ""  # the key of how many layers its checkpoints have behind the last one, which draft tokens
-    nested: str = ""  # the key of the object in config.json that describes the decoder
+    nested: str = ""  # the key of the object in config.json that describes the decoder, which is beside pictures
+    varied: bool = False  # that object names the family of text, which may be any
     foreign: bool = True  # whether transformers' code computes it, too, on this cache
     causal: bool = True  # whether its tokens see earlier ones alone, where config.json says nothing of it
 

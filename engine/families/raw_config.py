@@ -95,6 +95,24 @@ def model_type(raw: Mapping[str, Any]) -> str:
     return found or ""
 
 
+TEXT_KEYS = ("text_config", "llm_config")  # of the object that describes the decoder of a model of pictures
+
+
+def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """That object; an empty one where there is none."""
+    return next((raw[key] for key in TEXT_KEYS if isinstance(raw.get(key), Mapping)), {})
+
+
+def dtype_name(raw: Mapping[str, Any]) -> str | None:
+    """Of the weights, as config.json names it, at its top or beside what it says of the text; None: it does not, or
+    leaves it to the weights ("auto"). transformers 5 writes "dtype", older ones "torch_dtype"."""
+    for values in (raw, text_values(raw)):
+        name = values.get("dtype") or values.get("torch_dtype")
+        if name is not None and name != "auto":
+            return str(name).removeprefix("torch.")
+    return None
+
+
 def flag(values: Mapping[str, Any], key: str) -> bool | None:
     """True, false or null of some object in config.json; 1 and 0 are those. Raises ModelError."""
     value = values.get(key)

@@ -39,7 +39,7 @@ _BEGINNINGS = {
     ),
     **dict.fromkeys(("Baichuan", "BaiChuan", "Bloom", "MPT", "Mpt"), _ALIBI),
     **dict.fromkeys(
-        ("DeepseekV32", "DeepseekV4", "GlmMoeDsa", "MiniMaxM3"), _SPARSE
+        ("DeepseekV32", "DeepseekV4", "GlmMoeDsa", "MiniMaxM3", "MistralLarge4"), _SPARSE
     ),
     **dict.fromkeys(("Dream", "DiffusionGemma", "LLaDA"), _DIFFUSION),
     **dict.fromkeys(
@@ -64,12 +64,10 @@ _BEGINNINGS = {
     ),
     # They begin or end like others, and are decoders.
     "Ernie4_5": "",
-    # Of these, the decoder is served.
-    **dict.fromkeys(
-        (
-            "Gemma3ForConditionalGeneration", "Gemma4ForConditionalGeneration", "Gemma4UnifiedForConditionalGeneration",
-            "Llama4ForConditionalGeneration", "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditionalGeneration",
-        ),
+    **dict.fromkeys(  # of which the decoder is served
+        ("Gemma3For", "Gemma4For", "Gemma4UnifiedFor", "Glm4v", "Glm46V", "InternVL", "KimiK25", "Kimi_K25",
+         "Llama4For", "LlavaFor", "LlavaNext", "LlavaOnevision", "Mistral3For", "Qwen2VL", "Qwen2_5_VL",
+         "Qwen3_5For", "Qwen3_5MoeFor", "Qwen3VL"),
         "",
     ),
     "ModernBertDecoder": "",

@@ -10,6 +10,8 @@ from ..errors import ModelError
 from .raw_config import RawConfig, flag, number
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope", "proportional")
+# "mrope": positions of three axes, which are one and the same for text.
+_ALIASES = {"su": "longrope", "mrope": "default"}
 FULL, SLIDING = "full_attention", "sliding_attention"  # what transformers calls layers without and with a window
 
 
@@ -30,6 +32,8 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     truncate: bool = True
     share: float = 1.0  # of the pairs, the first ones: others have frequency 0 (proportional)
+    # Queries at position p are multiplied by 1 + growth · ln(1 + ⌊p / original_length⌋).
+    growth: float = 0.0
     # Of longrope, one for each pair of rotated elements: up to the original length, and beyond.
     short_factor: tuple[float, ...] = ()
     long_factor: tuple[float, ...] = ()
@@ -85,12 +89,17 @@ def _rope(
     values: Mapping[str, Any], raw: Mapping[str, Any], max_position: int, base: float, aliases: Mapping[str, str] = {}
 ) -> RopeConfig:
     kind = values.get("rope_type", values.get("type", "default"))
-    kind = {"su": "longrope", **aliases}.get(kind, kind) if isinstance(kind, str) else kind
+    kind = {**_ALIASES, **aliases}.get(kind, kind) if isinstance(kind, str) else kind
     if kind not in ROPE_TYPES:
         raise ModelError(
             f"config.json: rope type {kind!r:.60}, supported are {', '.join(ROPE_TYPES)}: use another model"
         )
     theta = number(values, "rope_theta", base)
+    if values.get("llama_4_scaling_beta") and kind != "yarn":
+        raise ModelError(
+            f"config.json: llama_4_scaling_beta is set with rope type {kind!r}, it is supported with yarn: use another "
+            "model"
+        )
     if kind == "default":
         return RopeConfig(theta=theta)
     if kind in ("linear", "dynamic"):
@@ -119,6 +128,7 @@ def _rope(
         mscale=_optional(values, "mscale"),
         mscale_all_dim=_optional(values, "mscale_all_dim"),
         truncate=bool(flag({"truncate": values.get("truncate", True)}, "truncate")),
+        growth=_optional(values, "llama_4_scaling_beta") or 0.0,
     )
 
 

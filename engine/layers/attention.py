@@ -156,6 +156,7 @@ class Attention(nn.Module):
             key_scales,
             value_scales,
         )
+        self.rotary.scale(query, positions)
         return self.attend(query, cache, batch, last_only)
 
     def attend(self, query: Tensor, cache: PagedCache, batch: AttentionBatch, last_only: bool = False) -> Tensor:

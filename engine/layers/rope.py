@@ -15,15 +15,28 @@ class RotaryEmbedding:
 
     cos_sin: fp32 [max_len, head_dim]: row p holds cos(p·f) for the head_dim/2 frequencies f, then sin(p·f). Without
     rope it is [max_len, 2] and turns the first pair by nothing.
+    query_scale: fp32 [max_len], what queries at each position are multiplied by; None: by 1, all of them.
     """
 
     def __init__(self, rope: RopeConfig | None, head_dim: int, max_len: int, device: torch.device) -> None:
         self.rope, self.head_dim, self.device = rope, head_dim, device
-        self.cos_sin = self._table(max_len)
+        self.cos_sin, self.query_scale = self._table(max_len), self._scales(max_len)
 
     def fit(self, max_len: int) -> None:
         """For contexts of another length, once it is known what memory holds: some frequencies follow it."""
-        self.cos_sin = self._table(max_len)
+        self.cos_sin, self.query_scale = self._table(max_len), self._scales(max_len)
+
+    def scale(self, query: Tensor, positions: Tensor) -> None:
+        """query [T, H, D], overwritten; positions int32 [T]."""
+        if self.query_scale is not None:
+            query.mul_(self.query_scale.index_select(0, positions)[:, None, None])
+
+    def _scales(self, max_len: int) -> Tensor | None:
+        rope = self.rope
+        if rope is None or not rope.growth or max_len <= rope.original_length:
+            return None
+        stretches = torch.arange(max_len, dtype=torch.int64, device=self.device) // rope.original_length
+        return 1.0 + rope.growth * stretches.float().log1p()
 
     def _table(self, max_len: int) -> Tensor:
         rope, device = self.rope, self.device

@@ -126,6 +126,7 @@ class LatentAttentionBlock(nn.Module):
             compressed, latent = latent.split([spec.q_rank, row], dim=1)
             x = rms_norm(compressed, self.q_norm.weight, self.q_norm.eps)
         query = self.query(x).view(num_tokens, self.num_heads, -1)
+        self.rotary.scale(query, positions)
         cache = self.attention.cache
         if cache is not None and batch.expanded is not None:
             values = self._expand(query, latent, positions, batch, cache)

@@ -98,6 +98,7 @@ class PackedAttention(nn.Module):
             if norm is not None:
                 rms_norm(heads, norm.weight, norm.eps, out=heads)
         apply_rope_torch(query, key, positions, self.rotary.cos_sin)
+        self.rotary.scale(query, positions)
         return batch.attend(query, key, value, self.scoring.scale, self.scoring.window).flatten(1)
 
 

@@ -95,6 +95,9 @@ class EngineConfig:
     disable_sliding_window: bool = option(
         False, "every layer sees the whole context, which is then no longer than the model's window", group="model"
     )
+    language_model_only: bool = option(
+        False, "of a model of pictures the text is served, as without this: the start says nothing of it", group="model"
+    )
     seed: int = option(0, "seeds dummy weights and requests that bring no seed of their own", group="model")
     device: str = option("auto", "where the model runs", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = option(

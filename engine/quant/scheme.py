@@ -23,8 +23,8 @@ def read_quantization(folder: Path, raw: Mapping[str, Any]) -> dict[str, Any] | 
 
     None: it is not quantised. Otherwise `quant_method` is set. Raises ModelError for files that cannot be read.
     """
-    text = raw.get("text_config")
-    objects = (raw, text if isinstance(text, Mapping) else {})
+    texts = (raw.get(key) for key in ("text_config", "llm_config"))
+    objects = (raw, *(values for values in texts if isinstance(values, Mapping)))
     for key in ("quantization_config", "compression_config", "quantization"):
         for values in objects:
             if values.get(key) is not None:

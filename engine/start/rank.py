@@ -105,11 +105,8 @@ class Rank:
         config, draft = self._config, None
         if (foreign := described.foreign) is not None:
             logger.info("%s", foreign.log_line(config.model_impl))
-        if described.architecture.endswith("ForConditionalGeneration"):
-            logger.info(
-                "%s is served for text alone: what looks at pictures is not loaded, and pictures are refused",
-                described.architecture,
-            )
+        for line in described.log_lines(config.language_model_only):
+            logger.info("%s", line)
         self._settings = settings = resolve(config, described, machine)
         _warn(settings.notices)
         if limits := step_limits(config, settings):

@@ -154,11 +154,15 @@ def _prepared(
         if checkpoint.unties:
             config = dataclasses.replace(config, tie_word_embeddings=False)
     prefix = _lacking(config, headers)
-    has_head = any(name.startswith(config.named("lm_head.")) for name in headers)
+    head = config.named("lm_head.")
+    has_head = any(name.startswith(head) for name in headers)
     if prefix and config.encoder is None and not config.tie_word_embeddings and config.generates and not has_head:
         logger.info("the checkpoint has no output matrix: it makes embeddings, and no text")
         config = dataclasses.replace(config, generates=False)
-    if config.tie_word_embeddings and any(name.startswith("lm_head.") and name != "lm_head.weight" for name in headers):
+    if headers and config.pictures and config.generates and not has_head:
+        # Whether it is tied, of models of pictures either part of config.json may say alone, or neither.
+        config = dataclasses.replace(config, tie_word_embeddings=True)
+    if config.tie_word_embeddings and any(name.startswith(head) and name != f"{head}weight" for name in headers):
         config = dataclasses.replace(config, tie_word_embeddings=False)  # it is quantised, so not the embedding's
     if getattr(config.quantization, "experts_alone", False) and not has_experts(config):
         raise ModelError("--quantization experts_int8, but the model has no experts: use --quantization int8")

@@ -18,7 +18,7 @@ from .finding import FAIL, OK, WARN, Finding
 from .flags import add_flags, read_flags
 from .listen import listen
 from .machine import Torch, gib
-from .model_finding import model_finding
+from .model_finding import model_finding, of_config_alone
 from .template_finding import template_findings
 from .terminal import styled
 
@@ -73,6 +73,9 @@ def _health(host: str | None, port: int | None, uds: str | None) -> int:
 
 
 def examine(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
+    if (finding := of_config_alone(engine)) is not None:  # at once: torch takes seconds
+        yield finding
+        return
     torch = machine.probe_torch()
     on_card = engine.device == "cuda" or (engine.device == "auto" and bool(torch.cards))
     yield _python()

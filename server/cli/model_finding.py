@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 from ...engine.describe.model_source import choose, model_files, split_name
@@ -30,6 +31,33 @@ def model_finding(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
         return _fit(engine, torch, on_card, folder, str(folder))
     except ModelError as error:
         return _refused(error)
+
+
+def of_config_alone(engine: EngineConfig) -> Finding | None:
+    """Of a folder with a config.json and no weights, without torch; None: it is none."""
+    from ...engine.describe.model_config import Foreign
+    from ...engine.describe.model_config import choose as choose_family
+    from ...engine.describe.reading import check_described
+    from ...engine.files.model_file import PATTERNS, read_config
+
+    folder = Path(engine.model).expanduser()
+    if not (folder / "config.json").is_file():
+        return None
+    if any(path.match(pattern) for path in folder.iterdir() for pattern in ("*.safetensors", "*.gguf", *PATTERNS)):
+        return None
+    try:
+        check_described(folder, engine)
+        kind = choose_family(read_config(folder), engine.model_impl, folder, engine.trust_remote_code)
+    except ModelError as error:
+        return _refused(error)
+    name = getattr(kind, "architecture", None) or getattr(kind, "name", "")
+    whose = "transformers' code may compute it" if isinstance(kind, Foreign) else "it is known here"
+    whose += ", its text alone" if getattr(kind, "nested", "") else ""
+    return Finding(
+        FAIL, "model", f"{folder}: {name}, {whose}. There are no weights: how they are stored, whether that can be "
+        "read, and what fits beside them is known when they are here",
+        "download the weights, or serve random ones with --load-format dummy",
+    )  # fmt: skip
 
 
 def _refused(error: ModelError) -> Finding:
@@ -159,6 +187,9 @@ def _on_hub(engine: EngineConfig, torch: Torch, on_card: bool) -> Finding:
         with tempfile.TemporaryDirectory() as folder:  # the hub's cache would have a model without weights
             api.hf_hub_download(name, "config.json", revision=engine.revision, local_dir=folder)
             finding = _fit(engine, torch, on_card, Path(folder), text, size)
+            if finding.status != FAIL:
+                note = f"{finding.text}; whether the weights fit config.json is known when they are here"
+                finding = replace(finding, text=note)
     except (RepositoryNotFoundError, RevisionNotFoundError) as error:
         reason = str(error).splitlines()[0]
         return Finding(FAIL, "model", f"the hub has no {name} for who asks {token}: {reason}",

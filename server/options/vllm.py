@@ -133,7 +133,7 @@ _ROWS = (
 # The same for names that share an answer: the reason | accepted | names: `=` takes a value, `={}` a JSON object.
 _ALIKE = (
     ("models here read text only", ANY,
-     "language-model-only skip-mm-profiling interleave-mm-strings mm-encoder-tp-mode= allowed-media-domains= "
+     "skip-mm-profiling interleave-mm-strings mm-encoder-tp-mode= allowed-media-domains= "
      "limit-mm-per-prompt={} mm-processor-kwargs={} mm-processor-cache-gb= disable-mm-preprocessor-cache "
      "allowed-local-media-path= default-mm-loras={} disable-chunked-mm-input enable-mm-embeds media-io-kwargs={} "
      "mm-device-do-normalize mm-encoder-attn-backend= mm-encoder-attn-dtype= mm-encoder-fp8-scale-path= "

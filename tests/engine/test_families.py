@@ -7,21 +7,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from vserve.engine.cache.kv_layout import KVLayout
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.link.sampling_params import SamplingParams
 
+from ..tiny_models import PICTURES, reference
+
 LENGTH = 14
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
 FAMILIES = (
     "gemma2", "gemma3", "gemma4_text", "phi3", "glm4", "granite", "cohere2", "olmo3", "smollm3", "minimax_m2",
-    "mimo_v2_flash", "hy_v3", "laguna", "llama4_text",
+    "mimo_v2_flash", "hy_v3", "laguna", "llama4_text", "mistral4",
 )  # fmt: skip
+WITH_PICTURES = ("mistral3", "qwen3_vl_moe", "glm4v")  # the layers of others are those of text
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[*FAMILIES, *(
+    pytest.param(kind, marks=() if kind in WITH_PICTURES else pytest.mark.slow) for kind in PICTURES
+)])  # fmt: skip
 def engine_of_family(request, tiny_model, engine):
     return type(engine)(tiny_model(request.param))
 
@@ -39,7 +43,7 @@ def test_twelve_at_once_in_a_tiny_cache_are_transformers_tokens(engine_of_family
         num_gpu_blocks_override=layout.request_blocks(128, chunk=48), block_size=8, enable_prefix_caching=False,
     )  # fmt: skip
     assert stats.num_preemptions > 0
-    oracle = AutoModelForCausalLM.from_pretrained(engine_of_family.folder, dtype=torch.float32).eval()
+    oracle = reference(engine_of_family.folder, dtype=torch.float32).eval()
     for prompt, answer in zip(prompts, answers, strict=True):
         whole = [*prompt, *answer.tokens]
         with torch.inference_mode():

@@ -12,6 +12,8 @@ import torch
 
 from vserve.engine.link.sampling_params import SamplingParams
 
+from ..tiny_models import PICTURES, reference
+
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
 WINDOW = 64
@@ -57,6 +59,13 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "granitemoe": {},
     "granitemoeshared": {},
+    "ministral3": {},
+    "mistral4": LATENT | EXPERTS | dict(kv_lora_rank=256, qk_nope_head_dim=64),
+    "internlm3": {},
+    **{kind: {} for kind in PICTURES},
+    "qwen3_vl_moe": EXPERTS,
+    "glm4v_moe": EXPERTS,
+    "kimi_k25": LATENT | EXPERTS,
 }  # fmt: skip
 SCALED = (
     "deepseek_v3",
@@ -71,9 +80,7 @@ SCALED = (
 
 @contextmanager
 def oracle(folder: Path, dtype: torch.dtype) -> Iterator[Any]:
-    from transformers import AutoModelForCausalLM
-
-    yield AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").cuda().eval()
+    yield reference(folder, dtype=dtype, attn_implementation="eager").cuda().eval()
 
 
 def logits_of(folder: Path, dtype: torch.dtype, texts: list[tuple[list[int], list[int]]]) -> list[torch.Tensor]:

@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.utils import import_utils
 
 from vserve.engine.describe.model_config import Foreign, _decoders, choose
 from vserve.engine.describe.reading import check_model, parse_model_config, read_folder, read_model_config
+from vserve.engine.describe.torchvision import hide_broken_torchvision
 from vserve.engine.errors import ModelError
 from vserve.engine.families.registry import FAMILIES
 from vserve.engine.options.config import EngineConfig
@@ -93,10 +95,54 @@ def test_auto_takes_a_family_of_our_own(family: Any) -> None:
         with pytest.raises(ModelError, match=r"--model-impl transformers: .* keeps recurrent states, .*leave it out"):
             choose(named(family.architecture), "transformers")
         return
-    if family.architecture not in _decoders().values():
-        return  # transformers has the decoder under another name alone
-    found = choose(named(family.architecture), "transformers")
-    assert isinstance(found, Foreign) and found.architecture == family.architecture
+    if family.architecture in _decoders().values():  # not the text half of others
+        found = choose(named(family.architecture), "transformers")
+        assert isinstance(found, Foreign) and found.architecture == family.architecture
+
+
+@pytest.mark.parametrize(
+    ("raw", "architecture"),
+    [
+        (
+            named("PhiMoEForCausalLM", model_type="phimoe", auto_map={"AutoModelForCausalLM": "m.Phi"}),
+            "PhimoeForCausalLM",
+        ),
+        (named("InternLM3ForCausalLM", model_type="internlm3", auto_map={"AutoModelForCausalLM": "m.I"}), "InternLM3"),
+        (named("MyOwnForCausalLM", model_type="qwen3"), "Qwen3ForCausalLM"),
+        (named("MyOwnLMHeadModel", model_type="starcoder2"), "Starcoder2ForCausalLM"),
+        (named("XverseForCausalLM", model_type="xverse"), "LlamaForCausalLM"),
+        ({"model_type": "kimi_k2"}, "DeepseekV3ForCausalLM"),
+        ({"model_type": "qwen2_5_vl"}, "Qwen2_5_VLForConditionalGeneration"),
+    ],
+)
+def test_another_class_is_served_as_its_model_type_says(raw: dict[str, Any], architecture: str) -> None:
+    assert choose(raw).architecture.startswith(architecture)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        named("MyForCausalLM", model_type="qwen3", auto_map={"AutoModelForCausalLM": "m.My"}),  # code of its own
+        named("MyRewardModelling", model_type="qwen3"),
+        named("MambaForCausalLM", model_type="llama"),
+        named("MyForCausalLM", model_type="mine"),
+    ],
+)
+def test_another_class_is_no_guess(raw: dict[str, Any]) -> None:
+    with pytest.raises(ModelError):
+        choose(raw)
+
+
+def test_a_start_names_the_class_that_it_takes_for_another() -> None:
+    (line,) = parse_model_config(named("MyForCausalLM", model_type="qwen3")).log_lines(text_is_enough=False)
+    assert line == "MyForCausalLM is no class known here: it is computed as Qwen3ForCausalLM, by its model_type"
+    assert not list(parse_model_config(named("Qwen3ForCausalLM", model_type="qwen3")).log_lines(text_is_enough=False))
+
+
+@pytest.mark.parametrize("dtype", [{"dtype": "auto"}, {"torch_dtype": "auto"}, {"text_config": {"dtype": "float16"}}])
+def test_a_dtype_that_is_left_to_the_weights_or_to_the_text(dtype: dict[str, Any]) -> None:
+    found = parse_model_config(named("LlavaForConditionalGeneration", **dtype)).dtype
+    assert found is (torch.float16 if "text_config" in dtype else torch.float32)
 
 
 def test_auto_takes_transformers_where_there_is_none() -> None:
@@ -118,7 +164,7 @@ def test_auto_takes_transformers_where_there_is_none() -> None:
         (named("BloomForCausalLM"), "BloomForCausalLM is not served: .*ALiBi"),
         (named("DebertaForMaskedLM"), "DebertaForMaskedLM is not served: it is an encoder"),
         (named("T5ForConditionalGeneration"), "T5ForConditionalGeneration is not served: it has an enc"),
-        (named("LlavaForConditionalGeneration"), "LlavaForConditionalGeneration is not served: it needs"),
+        (named("MllamaForConditionalGeneration"), "MllamaForConditionalGeneration is not served: it needs"),
         (
             named("HomeForCausalLM", auto_map={"AutoModelForCausalLM": "m.Home"}),
             "HomeForCausalLM is code .*add --trust",
@@ -213,3 +259,24 @@ def test_code_that_does_not_load_is_refused(tiny_model: Callable[..., Path], tmp
     (folder / "modeling_homemade.py").write_text("import no_such_module_of_anybody\n")
     with pytest.raises(ModelError, match=r"cannot load the code of HomemadeForCausalLM.*no_such_module_of_anybody"):
         read_folder(folder, trusted=True)
+
+
+def test_a_torchvision_of_another_torch_is_not_there_for_transformers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    package = tmp_path / "torchvision"
+    package.mkdir()
+    (package / "part.py").write_text("")
+    (package / "__init__.py").write_text(
+        "from . import part\nraise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert import_utils._is_package_available("torchvision")[0]
+    try:
+        hide_broken_torchvision()
+        assert not import_utils._is_package_available("torchvision")[0] and "torchvision.part" not in sys.modules
+    finally:
+        sys.modules.pop("torchvision", None)
+    assert "torchvision cannot be imported (RuntimeError: operator torchvision::nms does not" in caplog.text

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import parse_model_config, read_folder
@@ -20,6 +20,8 @@ from vserve.engine.families import registry
 from vserve.engine.families.encoders import ENCODERS
 from vserve.engine.families.family import TRANSFORMERS
 from vserve.engine.families.layer_spec import AttentionSpec, DeltaSpec, KVSpec, LatentAttentionSpec, MLPSpec, MoESpec
+from vserve.engine.families.mistral import MISTRAL_LARGE3
+from vserve.engine.families.pictures import PICTURES
 from vserve.engine.families.rope_config import ROPE_TYPES
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.quant.weights import Placement
@@ -63,6 +65,9 @@ FAMILIES = {
     "gpt_oss": "GptOssForCausalLM",
     "minicpm3": "MiniCPM3ForCausalLM",
     "glm4_moe_lite": "Glm4MoeLiteForCausalLM",
+    "ministral3": "Ministral3ForCausalLM",
+    "mistral4": "Mistral4ForCausalLM",
+    "internlm3": "InternLM3ForCausalLM",
 }
 UNLIKE = {  # whose layers differ from one another, or from llama's: test_published_families.py has them
     "gemma4": "Gemma4ForConditionalGeneration",
@@ -423,7 +428,8 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
             raw = {"model_type": family, "text_config": {**raw, "model_type": f"{family}_text"}}
         config = parse_model_config(raw)
         with torch.device("meta"):
-            theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**raw).get_text_config())
+            kind = AutoModelForImageTextToText if family == "mistral4" else AutoModelForCausalLM
+            theirs = kind.from_config(AutoConfig.for_model(**raw).get_text_config())
         names = [name for name, _ in theirs.named_parameters()]
         for layer in config.layers:
             if (attention := layer.attention) is None:
@@ -445,14 +451,16 @@ def test_biases_norms_and_parameter_count_match_transformers_model(family: str) 
         assert count_parameters(config) == sum(weight.numel() for weight in ours.parameters())
         assert ours.kv_specs() == config.kv_specs()
         if isinstance(attention, LatentAttentionSpec):
-            assert attention.kv == (KVSpec(1, 256 + 32, 256, shared=True) if family == "minicpm3" else
-                                    KVSpec(1, 512 + 64, 512, shared=True))  # fmt: skip
+            rank, rotated = {"minicpm3": (256, 32), "mistral4": (256, 64)}.get(family, (512, 64))
+            assert attention.kv == KVSpec(1, rank + rotated, rank, shared=True)
         else:
             assert attention.kv == KVSpec(2, attention.head_dim, attention.head_dim, attention.window)
 
 
 def test_every_family_is_tested_here() -> None:
-    assert {family.model_type: family.architecture for family in registry.FAMILIES} == FAMILIES | UNLIKE
+    others = (*PICTURES, MISTRAL_LARGE3)  # in test_pictures.py, and of which transformers has none
+    own = [family for family in registry.FAMILIES if family not in others]
+    assert {family.model_type: family.architecture for family in own} == FAMILIES | UNLIKE
 
 
 def test_counting_the_parameters_of_a_large_model_allocates_nothing() -> None:

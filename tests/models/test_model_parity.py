@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 
 from vserve.engine.cache.states import StateLayout, StateStorage
 from vserve.engine.describe.reading import read_folder
@@ -23,6 +22,7 @@ from vserve.engine.quant.unquantized import Unquantized
 from vserve.engine.weights.loader import load_model
 from vserve.kernels.attention.attention_parts import PagedCache
 from vserve.kernels.state.step import StateStep
+from vserve.tests.tiny_models import reference
 
 PAGE = 4
 LENGTHS = (45, 30)
@@ -57,6 +57,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "head_dim": {"head_dim": 24},
         "window": {"sliding_window": 8},
     },
+    "ministral3": {"gqa": {}, "window": {"sliding_window": 8}},
+    "mistral4": {
+        "gqa": {},
+        "groups": {"n_group": 4, "topk_group": 2, "norm_topk_prob": False, "first_k_dense_replace": 0},
+        "plain queries": {"q_lora_rank": None, "n_group": 1, "topk_group": 1, "attention_bias": True},
+    },
+    "internlm3": {"gqa": {}, "biases": {"attention_bias": True, "mlp_bias": True}},
     "mixtral": {
         "gqa": {},
         "window": {"sliding_window": 8},
@@ -325,7 +332,7 @@ def sequences(vocab: int = 300) -> list[Tensor]:
 
 @lru_cache(maxsize=128)
 def oracle(folder: Path) -> list[Tensor]:
-    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32)
+    model = reference(folder, attn_implementation="eager", dtype=torch.float32)
     with torch.inference_mode():
         return [model(sequence[None]).logits[0] for sequence in sequences()]
 

@@ -34,7 +34,8 @@ from vserve.engine.families.registry import FAMILIES, find_family
         ("AlbertForMaskedLM", "an encoder"),
         ("DistilBertModel", "an encoder"),
         ("T5ForConditionalGeneration", "an encoder and a decoder"),
-        ("Qwen2VLForConditionalGeneration", "inputs beside text"),
+        ("Qwen2AudioForConditionalGeneration", "inputs beside text"),
+        ("MistralLarge4ForConditionalGeneration", "chooses which keys"),
         ("LlamaForQuestionAnswering", "marks answers"),
     ],
 )

@@ -188,6 +188,9 @@ KINDS: dict[str, tuple[Callable[[Tensor], Packed], dict[str, Any]]] = {
 }  # fmt: skip
 
 
+_TOWERS = tuple(f"{begin}{part}" for begin in ("", "model.") for part in ("vis", "multi_modal_projector", "mm_proj"))
+
+
 def write(source: Path, folder: Path, kind: str) -> Path:
     """`source`'s model quantised into folder / "quantized"; its twin, with the numbers that these codes mean, into
     folder / "twin". → folder"""
@@ -196,7 +199,8 @@ def write(source: Path, folder: Path, kind: str) -> Path:
     stored, twin = dict(plain), dict(plain)
     for name, weight in plain.items():
         path, _, suffix = name.rpartition(".")
-        if suffix == "weight" and path.endswith(("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3")):
+        tower = path.startswith(_TOWERS)  # which published files leave as it is
+        if suffix == "weight" and path.endswith(("_proj", "_proj_with_mqa", ".w1", ".w2", ".w3")) and not tower:
             packed, numbers = pack(weight.float())
             del stored[name]
             stored |= {f"{path}.{suffix}": tensor.contiguous() for suffix, tensor in packed.items()}

@@ -9,6 +9,7 @@ import shlex
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -380,3 +381,31 @@ def test_help_shows_what_switches_are(monkeypatch: Any) -> None:
 @pytest.mark.parametrize("word", ["version", "--version", "-V"])
 def test_the_version(word: str, capsys: Any) -> None:
     assert main.main([word]) == 0 and capsys.readouterr().out == f"vserve {vserve.__version__}\n"
+
+
+PICTURES = {
+    "architectures": ["Qwen3VLForConditionalGeneration"], "model_type": "qwen3_vl",
+    "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("raw", "told"),
+    [
+        (PICTURES, "Qwen3VLForConditionalGeneration, it is known here, its text alone. There are no weights: how they"),
+        ({"architectures": ["Starcoder2ForCausalLM"]}, "Starcoder2ForCausalLM, transformers' code may compute it. The"),
+        ({"architectures": ["XLMRobertaModel"], "model_type": "xlm-roberta"}, "it is known here. There are no weights"),
+        ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM is not served"),
+        (PICTURES | {"quantization_config": {"quant_method": "vptq"}}, "the checkpoint is quantized with VPTQ"),
+    ],
+)
+def test_a_config_alone_is_judged_without_torch(tmp_path: Path, raw: dict[str, Any], told: str) -> None:
+    """Within two seconds, that is: torch alone takes longer. It promises nothing of files that are not there."""
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    code = (
+        "import sys; from vserve.server.cli.main import main; code = main(['doctor', sys.argv[1]]); "
+        "print(code, [name for name in ('torch', 'transformers', 'huggingface_hub') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True, check=True)
+    assert told in done.stdout and "FAIL" in done.stdout
+    assert "ready to serve" not in done.stdout and done.stdout.endswith("\n1 []\n")
