@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from functools import lru_cache
 from typing import Any
 
-from ..errors import ApiError, unsupported
-from ..text.template import ChatTemplate
+from ..errors import unsupported
+from ..text.probe import SWITCHES
 from ..text.tokenizer import Tokenizer
 from ..wire.requests import ChatRequest
 from ..wire.tokens import TokenizeRequest
-
-SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on and off
 
 
 def chat_options(request: ChatRequest | TokenizeRequest, tokenizer: Tokenizer, trust_template: bool) -> dict[str, Any]:
@@ -56,23 +53,7 @@ def turns_off_thinking(request: ChatRequest, tokenizer: Tokenizer) -> bool:
         return not any(switches) if switches else request.reasoning_effort == "none"
     if request.chat_template is not None or not tokenizer.has_chat_template:
         return False
-    return thinks_only_when_asked(tokenizer.template())
-
-
-@lru_cache(maxsize=8)
-def thinks_only_when_asked(template: ChatTemplate) -> bool:
-    """Whether a chat looks the same with the switches off as with none set, and otherwise with them on."""
-    chat = [{"role": "user", "content": "Hi"}]
-
-    def prompt(**switches: bool) -> str:
-        return template.render(chat, {"add_generation_prompt": True, **switches})
-
-    try:
-        said = prompt()
-        off, on = (prompt(**dict.fromkeys(SWITCHES, value)) for value in (False, True))
-    except ApiError:  # it needs more than that
-        return False
-    return said == off != on
+    return tokenizer.capabilities(tokenizer.template()).thinks_when_asked
 
 
 def _switches(variables: Mapping[str, Any]) -> list[Any]:

@@ -16,7 +16,8 @@ from ..grammar.constraint import Constraint
 from ..grammar.tools import ToolUse
 from ..parsers.formats import ReasoningFormat, ToolFormat
 from ..parsers.json_list import GENERIC
-from ..parsers.reader import Reader, Reading, new_id
+from ..parsers.reader import Reader, new_id
+from ..parsers.text_reader import Reading
 from ..text.model import TextModel
 from ..text.shape import text_of
 from ..text.tokenizer import Tokenizer
@@ -110,9 +111,9 @@ class Speech:
         thinking = self._thinking(opened, tokenizer) if key is not None or self.budget is not None else None
         if thinking is not None:
             prompt = replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, thinking=thinking))
-        if self.use is None and opened is False and self.reasoning is not None and self.reasoning.answer is None:
+        if self.use is None and opened is False and self._ends_in_text:
             return prompt, text  # the template has closed the reasoning: only text follows
-        return prompt, replace(text, read=self._read_options(bool(opened), guarded))
+        return prompt, replace(text, read=self._read_options(opened, guarded))
 
     @property
     def is_constrained(self) -> bool:
@@ -148,7 +149,8 @@ class Speech:
         if begin in self.continued or end in self.continued:
             return self.continued.rfind(begin) > self.continued.rfind(end)
         tail = tokenizer.core.decode(list(prompt.token_ids[-TAIL:]), skip_special_tokens=False).rstrip()
-        return True if tail.endswith(begin) else False if tail.endswith(end) else None
+        opened = True if tail.endswith(begin) else False if tail.endswith(end) else None
+        return True if opened is None and self.reasoning.at_once else opened
 
     def _thinking(self, opened: bool | None, tokenizer: Tokenizer) -> Thinking | None:
         """What the engine must know. Where the beginning has no token of its own, it cannot tell it from text."""
@@ -157,11 +159,16 @@ class Speech:
         begin = tokenizer.core.token_to_id(self.reasoning.begin)
         if begin is None and not opened:
             return None
-        end = tokenizer.core.token_to_id(self.reasoning.end)
-        tokens = tokenizer.encode(self.reasoning.end, False) if end is None else [end]
+        ending = self.reasoning.end + self.reasoning.between
+        end = tokenizer.core.token_to_id(ending)
+        tokens = tokenizer.encode(ending, False) if end is None else [end]
         return Thinking(-1 if begin is None else begin, tuple(tokens), bool(opened), self.budget)
 
-    def _read_options(self, open: bool, guarded: bool) -> ReadOptions:
+    @property
+    def _ends_in_text(self) -> bool:
+        return self.reasoning is not None and self.reasoning.answer is None and self.reasoning.channels is None
+
+    def _read_options(self, open: bool | None, guarded: bool) -> ReadOptions:
         use, calls, reasoning = self.use, self.calls, self.reasoning
         tools = {tool.name: tool.schema for tool in use.callable} if use is not None else {}
 

@@ -32,6 +32,7 @@ _UNQUOTED = {
     "array": '"[" (unquoted ("," unquoted)*)? "]"',
     "object": f'"{{" ({_KEYED} ("," {_KEYED})*)? "}}"',
 }
+_OTHER_TYPES = {"number", "boolean", "null", "array", "object"}  # than texts
 _OF_TEXTS = {"type", "enum", "const", "minLength", "maxLength", "pattern"}  # what is followed without quotes, too
 
 
@@ -53,9 +54,9 @@ def lark(format: Grammar, arguments: Mapping[str, Grammar]) -> str:
     - until: any text up to where `value` comes first, and that
     - regex: what a pattern matches
     - keywords: before, name, sign, value, after and rest of each required property, and of any others, with separators,
-      in any order where that takes few rules, else in theirs. `is_bare`: texts are no JSON, and end where `after` first
-      comes; `around`: what stands on either side of a value; `signs`: of texts, of others; `any`: all properties may
-      come, and are texts
+      in any order where that takes few rules, else in theirs. `exact`: no line end in them may be missing. `is_bare`:
+      texts are no JSON, and end where `after` first comes; `around`: what stands on either side of a value; `signs`: of
+      texts, of others ({}: their types); `any`: all properties may come, and are texts
     - arguments: those `of` a tool
     - dispatch: any text; each trigger in it begins what its rule says, and `then` follows; `loop`: text may, too.
 
@@ -72,6 +73,7 @@ class _Writer:
         self._terminals: dict[str, str] = {}
         self._looks = Looks(MAX_LOOKS)
         self._num_orders = 0  # sets of properties that rules were made for
+        self._is_exact = False  # no line end of the arguments may be missing
 
     def write(self, grammar: Grammar) -> str:
         start = self._expression(grammar)
@@ -109,9 +111,9 @@ class _Writer:
                 return self._dispatch(grammar)
         raise AssertionError(grammar["type"])
 
-    def _const(self, text: str, loose: bool = True) -> str:
-        """`loose`: its line ends may be missing."""
-        if not loose or "\n" not in text:
+    def _const(self, text: str, loose: bool | None = None) -> str:
+        """`loose`: its line ends may be missing; None: as the arguments say."""
+        if not (not self._is_exact if loose is None else loose) or "\n" not in text:
             return json.dumps(text)
         return ' "\\n"? '.join(json.dumps(line) if line else "" for line in text.split("\n")).strip()
 
@@ -126,7 +128,11 @@ class _Writer:
         return self._rule(f"%json {json.dumps(Schema(schema).root | options)}")
 
     def _keywords(self, grammar: Grammar) -> str:
+        self._is_exact = grammar.get("exact", False)
         after, rest = grammar.get("after", ""), self._const(grammar.get("rest", ""))
+        if grammar.get("any") and "structures" in grammar:
+            self._unquoted(after)
+            return f'({_KEYED} ("," {_KEYED})*)?'
         if grammar.get("any"):
             key, text = (self._expression({"type": "until", "value": end}) for end in (grammar["signs"][0], after))
             return f"({self._const(grammar['before'])} {key} {text} {rest})*"
@@ -171,16 +177,26 @@ class _Writer:
         """Name, sign, value and what ends it. Raises SchemaError."""
         around, after, most = grammar.get("around", ""), grammar.get("after", ""), grammar["max_whitespace_cnt"]
         after = after.replace("{}", name)
-        of_text, of_other = (self._const(f"{grammar['before']}{name}{sign}") for sign in grammar["signs"])
+        begun, (of_text, of_other) = f"{grammar['before']}{name}", grammar["signs"]
         end = self._const(around + grammar.get("after_others", after))
         texts, others = apart(schema, self._looks) if grammar.get("is_bare") else ([], schema)
-        found = [f"{of_text} {self._text(one, around, after, others)}" for one in texts]
+        found = [f"{self._const(begun + of_text)} {self._text(one, around, after, others)}" for one in texts]
         if others is not None:
             value = _AS_PYTHON.get(json.dumps(others)) if grammar.get("is_bare") else None
             value = value and f"{value} {end}"
             value = value or self._structure(others, grammar, after) or f"{self._json(others, most)} {end}"
-            found.append(f"{of_other} {self._const(around)} {value}")
+            found.append(f"{self._typed(begun, of_other, others)} {self._const(around)} {value}")
         return found[0] if len(found) == 1 else f"({' | '.join(found)})"
+
+    def _typed(self, begun: str, sign: str, schema: Any) -> str:
+        """What stands before a value, with its type where the sign tells that."""
+        if "{}" not in sign:
+            return self._const(begun + sign)
+        types = (kinds(schema, schema, self._looks) or _OTHER_TYPES) - {"string"}
+        named = sorted(
+            "number" if one == "integer" else one for one in types - ({"integer"} if "number" in types else set())
+        )
+        return f"({' | '.join(self._const(begun + sign.replace('{}', one)) for one in named)})"
 
     def _text(self, schema: dict[str, Any], around: str, after: str, others: Any) -> str:
         """A string as it is, without quotes, and what ends it. Raises SchemaError."""
@@ -211,15 +227,20 @@ class _Writer:
             return None
         if kind == "until":
             return self._expression({"type": "until", "value": after})
-        text = f"{json.dumps(after)} {self._expression({'type': 'until', 'value': after})}"
-        self._rules.setdefault(f"{text} | {_SCALARS} | {_UNQUOTED['array']} | {_UNQUOTED['object']}", "unquoted")
+        self._unquoted(after)
         allowed = sorted(_UNQUOTED.keys() & kinds(schema, schema, self._looks))
         return f"({' | '.join(_UNQUOTED[name] for name in allowed)})" if allowed else "unquoted"
+
+    def _unquoted(self, quote: str) -> None:
+        """The rule of any value, of which texts stand between `quote`."""
+        text = f"{json.dumps(quote)} {self._expression({'type': 'until', 'value': quote})}"
+        self._rules.setdefault(f"{text} | {_SCALARS} | {_UNQUOTED['array']} | {_UNQUOTED['object']}", "unquoted")
 
     def _option(self, text: str, around: str, after: str) -> str:
         """A text that is listed. Where it has line ends of its own, those around it must be there."""
         exact = text != text.strip("\n")
-        return " ".join((self._const(around, not exact), json.dumps(text), self._const(around + after, not exact)))
+        loose = None if not exact else False
+        return " ".join((self._const(around, loose), json.dumps(text), self._const(around + after, loose)))
 
     def _dispatch(self, grammar: Grammar) -> str:
         """Any text, in which each trigger begins what its rule says; `loop`: text may follow again."""

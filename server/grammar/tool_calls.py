@@ -69,7 +69,8 @@ def constraints(
     """`tools`: those that may be called; `mode`: as ToolUse has it; `content`: the JSON schema of text that may come
     instead of a call.
     """
-    described = [format.name, [(tool.name, tool.schema, tool.strict) for tool in tools], mode, parallel, content]
+    written = [format.name, format.source, format.begin(""), format.end]
+    described = [*written, [(tool.name, tool.schema, tool.strict) for tool in tools], mode, parallel, content]
     key = hashlib.sha256(msgspec.msgpack.encode(described)).digest()
     if (made := kept.get(key)) is None:
         made = _make(format, tools, mode, parallel, content)

@@ -6,7 +6,8 @@ from __future__ import annotations
 import re
 
 from .formats import Detection, ReasoningFormat, ToolFormat, const, sequence, star, until
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -80,7 +81,7 @@ FORMATS = (
         # Of an answer without calls: all before its text may be thought.
         begin=f"{START}assistant",
         end=f"{CHANNEL}final{MESSAGE}",
-        channels=lambda reader: read_channels(reader, thinks=True),
+        channels=lambda reader, opened: read_channels(reader, thinks=True),
         detection=_DETECTION,
         special=MARKERS,
     ),

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
-from .reader import Reader, Reading, new_id
+from .reader import Reader, new_id
+from .text_reader import Reading
 
 Grammar = dict[str, Any]  # what lark.py reads
 MAX_WHITESPACE = 8  # characters in a row within the arguments of a call
@@ -84,6 +85,7 @@ class ToolFormat:
     markers: tuple[str, ...] = ()  # special tokens that it is written with
     new_id: Callable[[], str] = new_id
     history_id: Callable[[str], str] | None = None  # what the template wants of ids that came from elsewhere
+    source: str = ""  # what it is made of, where a model brings it along
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +96,11 @@ class ReasoningFormat:
     begin: str
     end: str
     also: tuple[tuple[str, str], ...] = ()  # other spellings of both
+    between: str = ""  # stands after its end, before whatever follows
     answer: tuple[str, str] | None = None  # what may stand around the answer that follows
-    channels: Callable[[Reader], Reading[None]] | None = None  # reads whole answers, with thoughts anywhere in them
+    # Reads whole answers, with thoughts anywhere in them; whether the prompt ends within them, None: it does not say.
+    channels: Callable[[Reader, bool | None], Reading[None]] | None = None
+    at_once: bool = False  # where the prompt says nothing, answers begin within it
     aliases: tuple[str, ...] = ()
     detection: Detection = Detection()
     special: tuple[str, ...] = ()  # further special tokens that it is written with
@@ -104,12 +109,12 @@ class ReasoningFormat:
     def markers(self) -> tuple[str, ...]:
         return (self.begin, self.end, *(self.answer or ()), *self.special)
 
-    def read(self, reader: Reader, open: bool, calls: ToolFormat | None = None) -> Reading[None]:
+    def read(self, reader: Reader, open: bool | None, calls: ToolFormat | None = None) -> Reading[None]:
         """The reasoning at the beginning of an answer, if there is any, up to the calls or the text after it. `open`:
-        the prompt ends within it; `calls`: how tools are called.
+        the prompt ends within it (True), after it (False), or has none of it; `calls`: how tools are called.
         """
         if self.channels is not None:
-            yield from self.channels(reader)
+            yield from self.channels(reader, open)
             return
         trigger = None if calls is None else calls.trigger
         yield from self._thoughts(reader, open, calls, trigger)
@@ -121,7 +126,9 @@ class ReasoningFormat:
             else:
                 reader.turn(thinking=False)
 
-    def _thoughts(self, reader: Reader, open: bool, calls: ToolFormat | None, trigger: str | None) -> Reading[None]:
+    def _thoughts(
+        self, reader: Reader, open: bool | None, calls: ToolFormat | None, trigger: str | None
+    ) -> Reading[None]:
         """A call in reasoning that never ends has ended it: some models forget to say so."""
         if not open and not (yield from reader.skip(self.begin, *(begin for begin, _ in self.also))):
             return
@@ -136,6 +143,8 @@ class ReasoningFormat:
             found = yield from reader.text_until(*ends)
         if found:
             reader.turn(thinking=False)
+            if self.between:
+                yield from reader.skip(self.between)
 
 
 @dataclass(frozen=True)

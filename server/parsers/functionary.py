@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from .formats import Detection, ToolFormat
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 BEGIN, END = "<function=", "</function>"
 

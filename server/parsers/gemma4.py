@@ -11,7 +11,8 @@ import msgspec
 
 from .formats import Detection, Grammar, ToolFormat, members
 from .python_text import as_json
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 BEGIN, END, QUOTE = "<|tool_call>", "<tool_call|>", '<|"|>'
 _TOKEN = re.compile(
@@ -87,14 +88,16 @@ def _value(tokens: Iterator[Token], token: Token, depth: int) -> Any:
     return found if text == "{" else elements
 
 
-def grammar(schema: dict[str, Any]) -> Grammar:
+def bare_arguments(schema: dict[str, Any], quote: str = QUOTE) -> Grammar:
+    """What stands between the braces; `quote`: around texts."""
     return {
         "type": "keywords",
         **members(schema),
         "is_bare": True,
+        "any": not schema.get("properties") and schema.get("additionalProperties") is not False,
         "before": "",
-        "signs": [f":{QUOTE}", ":"],
-        "after": QUOTE,
+        "signs": [f":{quote}", ":"],
+        "after": quote,
         "after_others": "",
         "structures": "unquoted",
         "separator": ",",
@@ -111,7 +114,7 @@ FORMATS = (
         begin=lambda name: f"{BEGIN}call:{name}{{",
         end=f"}}{END}",
         trigger=BEGIN,
-        arguments=grammar,
+        arguments=bare_arguments,
         markers=(BEGIN, END, QUOTE),
     ),
 )

@@ -6,7 +6,8 @@ from __future__ import annotations
 import json
 
 from .formats import ToolFormat
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 
 def json_calls(reader: Reader) -> Reading[bool]:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from .formats import Detection
 from .pythonic import PYTHONIC, calls
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 BEGIN, END = "<|tool_call_start|>", "<|tool_call_end|>"
 

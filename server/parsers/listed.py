@@ -10,7 +10,8 @@ from dataclasses import replace
 from .formats import Detection
 from .json_list import GENERIC, json_begin, json_calls
 from .json_text import as_string
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 _FENCE = "```"
 

@@ -8,8 +8,9 @@ from typing import Any
 
 from .formats import MAX_WHITESPACE, Detection, Grammar, ToolFormat, members
 from .python_text import as_json
-from .reader import Reader, Reading
+from .reader import Reader
 from .tagged import schema_of
+from .text_reader import Reading
 from .values import kinds, merged_branches, value_of
 
 MARK = "]<]minimax[>["

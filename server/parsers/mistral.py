@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from .formats import Detection, ReasoningFormat, ToolFormat
 from .json_list import json_begin, json_calls
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 _ALPHABET = string.ascii_letters + string.digits

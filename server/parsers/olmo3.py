@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from .formats import Detection
 from .pythonic import PYTHONIC, call
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 BEGIN, END = "<function_calls>", "</function_calls>"
 

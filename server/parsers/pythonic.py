@@ -7,7 +7,8 @@ from typing import Any
 
 from .formats import MAX_WHITESPACE, Detection, Grammar, ToolFormat, members
 from .python_text import as_json, literal, parsed
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 START, END = "<|python_start|>", "<|python_end|>"
 

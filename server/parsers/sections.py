@@ -1,4 +1,4 @@
-"""Calls in a section of their own, each between marks: DeepSeek V3 and V3.1, Kimi K2."""
+"""Calls in a section of their own, each between marks: DeepSeek V3 and V3.1, Kimi K2, Solar Open."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from .formats import Detection, ToolFormat, const, sequence
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 
 _OPENING, _CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"
 _BEGIN, _SEP, _END = "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"
@@ -14,6 +15,10 @@ _FENCE = "```json"
 
 _KIMI_OPENING, _KIMI_CLOSING = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END = "<|tool_call_begin|>", "<|tool_call_argument_begin|>", "<|tool_call_end|>"
+_SOLAR_OPENING, _SOLAR_CLOSING = "<|tool_calls|>", "<|calls|>"
+_SOLAR_BEGIN, _SOLAR_NAME, _SOLAR_ARGUMENTS, _SOLAR_END = (
+    f"<|tool_call:{word}|>" for word in ("begin", "name", "args", "end")
+)
 _PREFIX = "functions."  # of a name in Kimi's ids
 
 
@@ -80,6 +85,17 @@ def _kimi(reader: Reader) -> Reading[bool]:
     return (yield from reader.arguments(name))
 
 
+def _solar(reader: Reader) -> Reading[bool]:
+    """id<|tool_call:name|>name<|tool_call:args|>{…}; the results have this id again."""
+    id = yield from reader.word_until(_SOLAR_NAME)
+    name = None if id is None else (yield from reader.word_until(_SOLAR_ARGUMENTS))
+    if id is None or name is None or not reader.knows(name[0].strip()):
+        return False
+    if id[0].isalnum() and id[0] not in reader.ids:
+        reader.next_id = id[0]
+    return (yield from reader.arguments(name[0].strip()))
+
+
 _V31 = ToolFormat(
     name="deepseek_v31",
     detection=Detection(any=(_SEP,), none=(_FENCE,)),
@@ -118,4 +134,18 @@ _KIMI = ToolFormat(
     trigger=_KIMI_OPENING,
     markers=(_KIMI_OPENING, _KIMI_CLOSING, _KIMI_BEGIN, _KIMI_ARGUMENTS, _KIMI_END),
 )
-FORMATS = (_V31, _V3, _KIMI)
+_SOLAR = ToolFormat(
+    name="solar_open",
+    detection=Detection(any=(_SOLAR_BEGIN,)),
+    read=section((_SOLAR_OPENING,), _SOLAR_BEGIN, _SOLAR_END, (_SOLAR_CLOSING,), _solar),
+    opening=_SOLAR_OPENING,
+    before_name=sequence(const(_SOLAR_BEGIN), {"type": "regex", "pattern": "[a-z0-9]{10}"}),
+    begin=lambda name: f"{_SOLAR_NAME}{name}{_SOLAR_ARGUMENTS}",
+    end=_SOLAR_END,
+    closing=_SOLAR_CLOSING,
+    trigger=_SOLAR_OPENING,
+    markers=(
+        _SOLAR_OPENING, _SOLAR_BEGIN, _SOLAR_NAME, _SOLAR_ARGUMENTS, _SOLAR_END, _SOLAR_CLOSING,
+    ),
+)  # fmt: skip
+FORMATS = (_V31, _V3, _KIMI, _SOLAR)

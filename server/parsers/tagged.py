@@ -12,7 +12,8 @@ import msgspec
 
 from .formats import MAX_WHITESPACE, Detection, Grammar, ToolFormat, members
 from .python_text import as_json
-from .reader import Reader, Reading
+from .reader import Reader
+from .text_reader import Reading
 from .values import value_of
 
 _LONGEST = 200  # characters of a key
@@ -33,6 +34,7 @@ class Tags:
     shared: bool = False  # a section may have several calls; else it is what begins and ends each of them
     lines: bool = False  # a value stands on lines of its own
     flags: tuple[str, str] = ("", "")  # of keys, before the last character: for texts, and for other values
+    quotes: tuple[str, str] = ("", "")  # may stand around a value, in which its end may stand then
     alone: bool = False  # some models forget the section: function[0] and the name of an offered tool begin a call
 
     @property
@@ -123,6 +125,9 @@ def _value(reader: Reader, tags: Tags, stop: re.Pattern[str], keys: set[str]) ->
     def accepts(found: re.Match[str], is_all: bool) -> bool:
         return found["key"] in keys if found["key"] else bool(found["value"] or found["next"]) or is_all
 
+    if tags.quotes[0] and (yield from reader.skip(tags.quotes[0])):
+        quoted = yield from reader.up_to(tags.quotes[1])
+        return quoted if quoted is not None and (yield from reader.skip(tags.value[1])) else None
     if (found := (yield from reader.up_to_match(stop, 2 * _LONGEST, accepts))) is None:
         return None
     text, is_closed = found[0], bool(found[1]["value"])

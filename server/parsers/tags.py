@@ -60,6 +60,18 @@ FORMATS = (
         ),
         Detection(any=("<seed:tool_call>",)),
     ),
+    tagged(
+        "minicpm5",
+        Tags(
+            section=('<function name="', "</function>"),
+            function=("", '">'),
+            key=('<param name="', '">'),
+            value=("", "</param>"),
+            quotes=("<![CDATA[", "]]>"),
+        ),
+        Detection(any=('<param name="',)),
+        aliases=("minicpm",),
+    ),
     tagged("minimax_m2", _invoked("", "minimax:tool_call"), Detection(any=("<minimax:tool_call>",))),
     tagged(
         "deepseek_v4",

@@ -61,6 +61,15 @@ FORMATS = (
         detection=Detection(any=("<|inner_prefix|>",)),
     ),
     ReasoningFormat(
+        name="solar_open",
+        begin="<|think|>",
+        end="<|end|>",
+        between="<|begin|>assistant",
+        answer=("<|content|>", "<|end|>"),
+        detection=Detection(any=("<|begin|>assistant<|think|>",)),
+        special=("<|begin|>",),
+    ),
+    ReasoningFormat(
         name="gemma4",
         begin="<|channel>thought",
         end="<channel|>",

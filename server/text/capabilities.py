@@ -47,12 +47,14 @@ class Capabilities:
         "taken", answered="between the result of a tool and a user's message goes an answer that says nothing",
         joined="a user's message after the result of a tool goes with the result",
     )  # fmt: skip
+    thinks_when_asked: bool = False  # it makes the model reason only where its switches are on
     lost: frozenset[str] = frozenset()  # what is lost or refused, however it is put
 
     @cached_property
     def as_sent(self) -> bool:
         """Nothing has to be changed, but for contents of several parts and older names."""
-        return self == Capabilities(parts=self.parts, function_call=self.function_call)
+        kept = {name: getattr(self, name) for name in ("parts", "function_call", "thinks_when_asked")}
+        return self == Capabilities(**kept)
 
     def deviations(self) -> Iterator[str]:
         """A line for each thing that is not taken as clients send it."""

@@ -23,6 +23,7 @@ from ...engine.options.model_path import cache_folder, find_model, is_gguf
 from ..errors import ApiError, shorten
 from ..options.config import ServerConfig
 from ..parsers.formats import Formats, choose
+from .answer_form import by_response_template
 from .defaults import read_defaults, read_described
 from .files import TokenizerFiles, read_tokenizer, template_dict
 from .gguf_tokenizer import read_gguf_tokenizer
@@ -77,11 +78,12 @@ def load_text_model(
     source = config.tokenizer or model
     revision = config.tokenizer_revision or (engine.revision if source == model else None)
     same = source == model and revision == engine.revision
+    source_folder = folder
     if config.skip_tokenizer_init:
         tokenizer: Tokenizer = NoTokenizer()
     else:
-        place = folder if same else _folder(source, revision, cache)
-        tokenizer = _load_tokenizer(source, place, config.tokenizer_mode == "slow")
+        source_folder = folder if same else _folder(source, revision, cache)
+        tokenizer = _load_tokenizer(source, source_folder, config.tokenizer_mode == "slow")
     tokenizer.users_speak_tokens = config.parse_user_special_tokens
     tokenizer.template_kwargs = config.template_kwargs()
     try_out(tokenizer.core)
@@ -101,6 +103,12 @@ def load_text_model(
     formats = _formats(tokenizer, described.get("model_type"), config)
     if tokenizer.has_chat_template:
         formats = _asked(tokenizer, formats, config)
+        is_auto = config.tool_call_parser == config.reasoning_parser == "auto" and config.enable_auto_tool_choice
+        if is_auto and tokenizer.tool_text is None:
+            settings = read_described(source_folder, "tokenizer_config.json")
+            if (spec := settings.get("response_template")) is not None:
+                found = by_response_template(spec, tokenizer, formats, defaults.eos_token_ids)
+                formats = found if config.enable_reasoning else replace(found, reasoning=None)
     if formats.tools is not None:
         tokenizer.history_id = formats.tools.history_id
     structured = config.structured_outputs()

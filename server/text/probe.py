@@ -16,6 +16,7 @@ from .shape import Message, shape, shape_tools
 
 CALLS = "a call with its arguments and its result"
 SECONDS = 1.0  # of computing, for all questions: a good template takes 0.02; what is not asked then is taken as sent
+SWITCHES = ("enable_thinking", "thinking")  # variables of templates that turn reasoning on and off
 _SAID = re.compile(r"Kq\w+?Kz")
 Render = Callable[[list[Message], dict[str, Any]], str]
 
@@ -154,20 +155,21 @@ SPARSE = (
 )
 
 
-def ask(render: Render) -> Capabilities:
-    """What the template can take of which `render` (messages, variables) gives prompts, or raises ApiError.
+def ask(render: Render, seconds: float = SECONDS) -> Capabilities:
+    """What the template can take of which `render` (messages, variables) gives prompts, or raises ApiError. `seconds`
+    of computing are spent on it.
 
     A template that does not even show a user's words is left alone: it is there for something else.
     """
-    asking = _Asking(render)
+    asking = _Asking(render, seconds)
     with suppress(OutOfTimeError):
         asking.ask()
     return asking.can
 
 
-def written_call(render: Render, can: Capabilities) -> str:
-    """What the template writes of an answer that is a call of `TOOL`, from where the model would begin to what ends a
-    turn; empty where it writes none."""
+def written_call(render: Render, can: Capabilities, count: int = 1) -> str:
+    """What the template writes of an answer that is a call of `TOOL`, or `count` of them, from where the model would
+    begin to what ends a turn; empty where it writes none."""
 
     def prompt(*chat: Message, begun: bool = False) -> str:
         variables = {"add_generation_prompt": begun, "tools": shape_tools([TOOL], can)}
@@ -176,9 +178,10 @@ def written_call(render: Render, can: Capabilities) -> str:
         except ApiError:
             return ""
 
-    if not (can.shows_tools and can.shows_calls):
+    if not (can.shows_tools and can.shows_calls) or (count > 1 and not can.parallel_calls):
         return ""
-    whole, before, text = prompt(_USER, _CALL), prompt(_USER, begun=True), prompt(_USER, _ANSWER)
+    calls = {**_CALL, "tool_calls": [call(index + 1) for index in range(count)]}
+    whole, before, text = prompt(_USER, calls), prompt(_USER, begun=True), prompt(_USER, _ANSWER)
     at = next((i for i, (a, b) in enumerate(zip(whole, before, strict=False)) if a != b), min(len(whole), len(before)))
     if at < len(before):  # it would begin otherwise, such as with reasoning: from the line on where they part
         at = whole.rfind("\n", 0, at) + 1
@@ -187,9 +190,9 @@ def written_call(render: Render, can: Capabilities) -> str:
 
 
 class _Asking:
-    def __init__(self, render: Render) -> None:
+    def __init__(self, render: Render, seconds: float) -> None:
         self._render = render
-        self._until = time.thread_time() + SECONDS
+        self._until = time.thread_time() + seconds
         self.can = AS_SENT  # so far
         self._offered: tuple[dict[str, Any], ...] = ()  # in each chat, where the template demands tools
 
@@ -209,7 +212,16 @@ class _Asking:
             can = replace(can, lost=can.lost - {CALLS})
         if can.shows_tools:
             self.can = can = replace(can, tool_fields=frozenset(self._demanded(can)))
-        self.can = replace(can, parts=frozenset(self._taken_in_parts(can)))
+        self.can = can = replace(can, parts=frozenset(self._taken_in_parts(can)))
+        self.can = replace(can, thinks_when_asked=self._thinks_when_asked(can))
+
+    def _thinks_when_asked(self, can: Capabilities) -> bool:
+        """Whether a chat looks the same with the switches off as with none set, and otherwise with them on."""
+        said, off, on = (
+            self._prompt(can, [_USER], switches=dict.fromkeys(SWITCHES, value) if value is not None else {})
+            for value in (None, False, True)
+        )
+        return said == off != on
 
     def _answered(self, question: Question, can: Capabilities) -> Capabilities:
         for way in ({}, *question.ways):
@@ -264,11 +276,17 @@ class _Asking:
         names = [one["function"]["name"] for one in tools] if named else []
         return all(name in prompt for name in names) and not missing(prompt, chat, shape(chat, can))
 
-    def _prompt(self, can: Capabilities, chat: list[Message], tools: tuple[dict[str, Any], ...] = ()) -> str:
-        """Empty where the template refuses, or there is no time left."""
+    def _prompt(
+        self,
+        can: Capabilities,
+        chat: list[Message],
+        tools: tuple[dict[str, Any], ...] = (),
+        switches: dict[str, bool] | None = None,
+    ) -> str:
+        """Empty where the template refuses. Raises OutOfTimeError. `switches`: further variables."""
         if time.thread_time() > self._until:
             raise OutOfTimeError
-        variables: dict[str, Any] = {"add_generation_prompt": True}
+        variables: dict[str, Any] = {"add_generation_prompt": True, **(switches or {})}
         if tools := tools or self._offered:
             variables["tools"] = shape_tools(list(tools), can)
         try:

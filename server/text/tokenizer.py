@@ -12,13 +12,14 @@ from tokenizers import Tokenizer as FastTokenizer
 from ..errors import bad_request, shorten
 from .capabilities import Capabilities
 from .conversation import with_ids
-from .probe import Render, ask, written_call
+from .probe import SECONDS, Render, ask, written_call
 from .shape import shape, shape_tools
 from .spelled import MARK, Spellings, pieces, restored
 from .template import ChatTemplate, check_variables, request_template
 from .tool_text import ToolText, check_shown
 from .trial import is_panic
 
+REQUEST_SECONDS = 0.1  # of computing, for what is asked of a template that came in a request: others wait for it
 BATCH = 4096  # pieces of a text at a time: what the library makes of one takes as much as many tokens
 
 
@@ -195,7 +196,8 @@ class Tokenizer:
             messages, variables["documents"] = marked
         if self.history_id is not None:
             messages = with_ids(messages, self.history_id)
-        can, tools = self.capabilities(template), variables.get("tools")
+        seconds = SECONDS if source is None else REQUEST_SECONDS
+        can, tools = self.capabilities(template, seconds), variables.get("tools")
         if self.tool_text is None:
             check_shown(messages, tools, can)
         else:
@@ -220,16 +222,16 @@ class Tokenizer:
             template = self._compiled[name] = ChatTemplate(self._templates[name])
         return template
 
-    def capabilities(self, template: ChatTemplate) -> Capabilities:
-        """What a template can take, which it is asked once."""
+    def capabilities(self, template: ChatTemplate, seconds: float = SECONDS) -> Capabilities:
+        """What a template can take, which it is asked once, for so many seconds of computing at most."""
         if template.can is None:
-            template.can = ask(self._renderer(template))
+            template.can = ask(self._renderer(template), seconds)
         return template.can
 
-    def written_call(self) -> str:
-        """How the template writes a call; empty where it writes none."""
+    def written_call(self, count: int = 1) -> str:
+        """How the template writes a call, or `count` of them; empty where it writes none."""
         template = self.template(tools=True)
-        return written_call(self._renderer(template), self.capabilities(template))
+        return written_call(self._renderer(template), self.capabilities(template), count)
 
     def _renderer(self, template: ChatTemplate) -> Render:
         return lambda messages, variables: template.render(messages, {**self.special_tokens, **variables})

@@ -11,7 +11,8 @@ from ..errors import bad_request
 from ..parsers.formats import ReasoningFormat, ToolFormat, known
 from ..parsers.json_list import GENERIC
 from ..parsers.parts import CallArguments, CallBegin
-from ..parsers.reader import Reader, Reading
+from ..parsers.reader import Reader
+from ..parsers.text_reader import Reading
 from .capabilities import Capabilities
 from .probe import TOOL, call
 from .shape import Message, text_of
@@ -30,7 +31,7 @@ def calls_in(
 
     def read(reader: Reader) -> Reading[None]:
         if reasoning is not None:
-            yield from reasoning.read(reader, False, format)
+            yield from reasoning.read(reader, None, format)
         yield from format.read(reader)
 
     reader = Reader(read, dict.fromkeys(tools, "{}"), new_id=format.new_id)
@@ -133,17 +134,21 @@ class ToolText:
 
     def _in_text(self, messages: list[Message]) -> list[Message]:
         found = []
-        names: dict[Any, str] = {}
+        names: dict[str, str] = {}  # of the tools, by the ids of their calls
+        called: list[str] = []  # whose results have not come, where they have no ids
         for message in messages:
             if calls := message.get("tool_calls"):
                 functions = [call["function"] for call in calls]
-                names |= {call.get("id"): call["function"]["name"] for call in calls}
+                names |= {call["id"]: call["function"]["name"] for call in calls if call.get("id") is not None}
+                called = [function["name"] for function in functions]
                 text = self.calls([(function["name"], function["arguments"]) for function in functions])
                 said = text_of(message.get("content"))
                 message = {name: value for name, value in message.items() if name != "tool_calls"}
                 message["content"] = f"{said}\n\n{text}" if said else text
             elif message["role"] in ("tool", "function"):
-                name = message.get("name") or names.get(message.get("tool_call_id")) or "the function"
+                id = message.get("tool_call_id")
+                by_order = called.pop(0) if called else None
+                name = message.get("name") or (by_order if id is None else names.get(id)) or "the function"
                 message = {"role": "user", "content": f"Result of {name}:\n{text_of(message.get('content'))}"}
             found.append(message)
         return found

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from vserve.server.parsers.formats import ReasoningFormat, ToolFormat, choose, known
 from vserve.server.parsers.parts import CallArguments, CallBegin, Content, Part, Reasoning, merged
-from vserve.server.parsers.reader import Reader, Reading
+from vserve.server.parsers.reader import Reader
+from vserve.server.parsers.text_reader import Reading
 
 TOOLS, THOUGHTS = ({format.name: format for format in formats} for formats in known())
 NAMES = {
@@ -92,6 +93,28 @@ RECORDED: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("hermes", 'x <tool_call>{"name": "search", "arguments": {"a": "b', "", []),
     ("hermes", 'no <tool_call> no\n<tool_call>{"name": "search"}</tool_call>', "no <tool_call> no", [call("search", "{}")]),
     ("hermes", "  only text \n", "  only text \n", []),
+    (
+        "solar_open",
+        '<|tool_calls|><|tool_call:begin|>a1b2c3d4e5<|tool_call:name|>get_weather<|tool_call:args|>{"city": "Paris"}<|tool_call:end|>'
+        f"<|tool_call:begin|>a1b2c3d4e6<|tool_call:name|>search<|tool_call:args|>{NESTED}<|tool_call:end|><|calls|>",
+        "", [call(), call("search", NESTED)],
+    ),
+    (
+        "minicpm5",
+        'See.\n<function name="get_weather"><param name="city">Paris</param></function>\n<function name="search">'
+        '<param name="q"><![CDATA[a < b </param>\nc]]></param><param name="n">5</param></function>',
+        "See.", [call(), call("search", '{"q": "a < b </param>\\nc", "n": 5}')],
+    ),
+    (
+        "kimi_k3",
+        'See.<|close|>response<|sep|><|open|>tools<|sep|><|open|>call tool="get_weather" index="1"<|sep|>'
+        '<|open|>argument key="city" type="string"<|sep|>Paris<|close|>argument<|sep|><|close|>call<|sep|>'
+        '<|open|>call tool="search" index="2"<|sep|><|open|>json type="object"<|sep|>{"q": 1}<|close|>json<|sep|>'
+        "<|close|>call<|sep|><|close|>tools<|sep|><|close|>message<|sep|>",
+        "See.", [call(), call("search", '{"q": 1}')],
+    ),
+    ("gigachat31", f'Yes.<|function_call|>{{"name": "get_weather", "arguments": {PARIS}}}', "Yes.", [call()]),
+    ("gigachat3", f'Yes.<|message_sep|>\n\nfunction call<|role_sep|>\n{{"name": "get_weather", "arguments": {PARIS}}}', "Yes.", [call()]),
     ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [call()]),
     ("llama3_json", '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}', "", [call()]),
     (
@@ -379,6 +402,10 @@ THINKING = [
     ),
     ("openai_gptoss", True, "<|channel|>analysis<|message|>it never ends <|e", "it never ends <|e", ""),
     ("openai_gptoss", False, "It is 12.", "", "It is 12."),
+    ("solar_open", False, "<|think|>Hm.<|end|><|begin|>assistant<|content|>Yes.<|end|>", "Hm.", "Yes."),
+    ("solar_open", False, "<|content|>Yes.<|end|>", "", "Yes."),
+    ("kimi_k3", True, "Hm.<|close|>think<|sep|><|open|>response<|sep|>Yes.<|close|>response<|sep|><|close|>message<|sep|>", "Hm.", "Yes."),
+    ("kimi_k3", False, "Yes.<|close|>response<|sep|><|close|>message<|sep|>", "", "Yes."),
 ]  # fmt: skip
 
 
@@ -546,6 +573,11 @@ TEMPLATES = {
     "nemotron": "{{ '<TOOLCALL>[' }}{{ tools }}",
     "apertus": "{{ tools }}{%- set tools_prefix = '<|tools_prefix|>' -%}",
     "olmo3": "{{ tools }}{{ '<function_calls>' }}",
+    "solar_open": "{{ tools }}{{ '<|tool_call:begin|>' + tool_call.id + '<|tool_call:name|>' }}",
+    "minicpm5": "{{ tools }}{{ '<function name=\"' ~ tool_call.name ~ '\">' }}{{ '<param name=\"' ~ name ~ '\">' }}",
+    "kimi_k3": "{{ tools }}{{- open_tag('call', [('tool', fn.name), ('index', loop.index)]) -}}",
+    "gigachat31": '{{ tools }}{%- set add_tokens = namespace(function_call="<|function_call|>") -%}',
+    "gigachat3": "{{ tools }}{{ render({'role': 'function call', 'content': call}) }}",
     "functionary_v31": "<|python_tag|><{start_tag}={name}>{parameters}{end_tag} where start_tag => `<function` <function=f>{}</function>{{ tools }}",
     "xlam": 'make calls in a single JSON array: [{"name": "tool_call_name", "arguments": {"a": "b"}}] {{ tools }}',
 }

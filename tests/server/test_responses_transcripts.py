@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from vserve.server.dialects.responses.tools import InputText
+
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 TOOL = {"type": "function", "name": "get_weather", "parameters": {"type": "object"}, "strict": False}
 # What is different each time.
@@ -153,10 +155,8 @@ def test_calls_of_custom_tools_and_of_namespaces(thinking: Any) -> None:
         {"type": "function_call", "name": "get_weather", "namespace": "agents", "arguments": '{"city": "Paris"}'},
         {"type": "custom_tool_call", "name": "say", "namespace": "agents", "input": ""},
     ]
-    told = [line for line in outline(events) if "custom_tool_call_input" in line]
-    assert [line.split(" ")[0] for line in told] == [
-        "custom_tool_call_input.delta", "custom_tool_call_input.done"
-    ] * 2  # fmt: skip
+    told = [line.split(" ")[0] for line in outline(events) if "custom_tool_call_input" in line]
+    assert told[-2:] == ["custom_tool_call_input.done"] * 2 and set(told[:-2]) == {"custom_tool_call_input.delta"}
     # What was answered comes back, stored or sent, and is the same to the model.
     results = [
         {"type": f"{item['type']}_output", "call_id": item["call_id"], "output": "done"}
@@ -175,6 +175,38 @@ def test_a_custom_call_that_is_cut_off(thinking: Any) -> None:
     answer = whole(thinking.client, **body)
     assert answer["status"] == "incomplete", answer
     assert all(item["status"] in ("completed", "incomplete") for item in answer["output"])
+
+
+def test_the_input_of_a_custom_tool_is_streamed(thinking: Any) -> None:
+    """Where a grammar guards the arguments, each piece of the input goes out as it comes, its escapes read."""
+    patch = {"type": "custom", "name": "apply_patch"}
+    said = 'a "b"\n\\ é 👩 c'
+    call = {"name": "apply_patch", "arguments": {"input": said}}
+    thinking.says(f"<tool_call>\n{json.dumps(call)}\n</tool_call>")
+    events = stream(thinking.client, tools=[patch], input="x")
+    pieces = [event["delta"] for event in events if event["type"] == "response.custom_tool_call_input.delta"]
+    done = [event["input"] for event in events if event["type"] == "response.custom_tool_call_input.done"]
+    assert "".join(pieces) == said and done == [said] and len(pieces) > 5
+    assert events[-1]["response"]["output"][0]["input"] == said
+
+
+@pytest.mark.parametrize("size", range(1, 8))
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ('{"input": "a \\"b\\"\\n\\u00e9\\ud83d\\ude00"}', 'a "b"\né😀'),
+        (' { "input" : "" } ', ""),
+        ('{"input": "cut o', "cut o"),
+        ('{"input": "cut \\u00', "cut "),
+        ('{"other": "a"}', '{"other": "a"}'),
+        ('["a"', '["a"'),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_the_input_in_pieces(arguments: str, text: str, size: int) -> None:
+    reader = InputText()
+    pieces = [reader.feed(arguments[at : at + size]) for at in range(0, len(arguments), size)]
+    assert "".join(pieces) + reader.finish() == text
 
 
 @pytest.mark.parametrize("size", [1, 3, 1000])

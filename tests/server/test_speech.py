@@ -11,11 +11,14 @@ import pytest
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.server.generation.choice import Prompt
 from vserve.server.generation.generation import PLAIN
-from vserve.server.generation.prompt import thinks_only_when_asked
+from vserve.server.generation.prompt import turns_off_thinking
 from vserve.server.generation.speech import Speech
 from vserve.server.grammar.constraint import Constraint
 from vserve.server.parsers.formats import ReasoningFormat
+from vserve.server.text.model import TextModel
+from vserve.server.text.probe import ask
 from vserve.server.text.template import ChatTemplate
+from vserve.server.wire.requests import ChatRequest
 
 
 @pytest.mark.parametrize(
@@ -30,7 +33,18 @@ from vserve.server.text.template import ChatTemplate
     ],
 )
 def test_a_template_may_think_only_when_asked(source: str, only_when_asked: bool) -> None:
-    assert thinks_only_when_asked(ChatTemplate(source)) == only_when_asked
+    assert ask(ChatTemplate(source).render).thinks_when_asked == only_when_asked
+
+
+def test_what_a_template_was_asked_is_not_asked_for_a_request(
+    text_model: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether it thinks only when asked is known since it was loaded: nothing is rendered on the event loop."""
+    rendered = []
+    monkeypatch.setattr(ChatTemplate, "render", lambda self, *arguments: rendered.append(arguments))
+    request = ChatRequest.model_validate({"messages": [{"role": "user", "content": "Hi"}]})
+    turns_off_thinking(request, text_model.tokenizer)
+    assert not rendered
 
 
 class Grammars:

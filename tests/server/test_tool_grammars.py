@@ -98,24 +98,28 @@ TAGS = {
     "glm45": "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>\n",
     "qwen3_coder": "<parameter={}>\n{}\n</parameter>\n",
     "seed_oss": "<parameter={}>{}</parameter>\n",
+    "minicpm5": '<param name="{}">{}</param>\n',
     "minimax_m2": '<parameter name="{}">{}</parameter>\n',
     "hunyuan_v3": "<arg_key:opensource>{}</arg_key:opensource>\n<arg_value:opensource>{}</arg_value:opensource>\n",
 }
 DSML = '<｜DSML｜parameter name="{}" string="{}">{}</｜DSML｜parameter>\n'
+K3 = '<|open|>argument key="{}" type="{}"<|sep|>{}<|close|>argument<|sep|>'
+_BEFORE_NAME = {"cohere": '{{"tool_call_id": "{}", ', "solar_open": "<|tool_call:begin|>a1b2c3d4e{}"}
+_AFTER_NAME = {"kimi_k2": "0<|tool_call_argument_begin|>", "kimi_k3": '1"<|sep|>'}
 M3 = "]<]minimax[>[<{0}>{1}]<]minimax[>[</{0}>"
 
 
 def opened(format: ToolFormat) -> str:
     """What stands before the first call."""
-    return format.opening + ('{"tool_call_id": "0", ' if format.name == "cohere" else "")
+    return format.opening + _BEFORE_NAME.get(format.name, "").format(0)
 
 
 def separator(format: ToolFormat) -> str:
-    return format.separator + ('{"tool_call_id": "1", ' if format.name == "cohere" else "")
+    return format.separator + _BEFORE_NAME.get(format.name, "").format(1)
 
 
 def begun(format: ToolFormat, name: str) -> str:
-    return format.begin(name) + ("0<|tool_call_argument_begin|>" if format.name == "kimi_k2" else "")
+    return format.begin(name) + _AFTER_NAME.get(format.name, "")
 
 
 def written(format: ToolFormat, arguments: dict[str, str]) -> str:
@@ -126,6 +130,11 @@ def written(format: ToolFormat, arguments: dict[str, str]) -> str:
     if format.name.startswith("deepseek_v") and not format.end.startswith(("<｜tool", "\n```")):
         return "".join(
             DSML.format(key, "true" if one[:1] == '"' else "false", one.strip('"')) for key, one in arguments.items()
+        )
+    if format.name == "kimi_k3":
+        kinds = ("string" if one[:1] == '"' else "array" if one[:1] == "[" else "number" for one in arguments.values())
+        return "".join(
+            K3.format(key, kind, one.strip('"')) for kind, (key, one) in zip(kinds, arguments.items(), strict=True)
         )
     if format.name == "minimax_m3":
         return "".join(M3.format(key, one.strip('"')) for key, one in arguments.items())
@@ -379,3 +388,17 @@ def test_what_is_kept_of_tools_is_bounded() -> None:
         use = sized(f"tool_{i}", 1)
         assert use.constraints(format, None)[0] is use.constraints(format, None)[0], "it is not kept"
         assert kept.num_bytes <= tool_grammar.MAX_KEPT
+
+
+ANYTHING = '<|tool_call>call:f{city:<|"|>Oslo<|"|>,days:[1,{deep:true}],more:{a:<|"|>{b}<|"|>}}<tool_call|>'
+
+
+@pytest.mark.parametrize("parameters", [{"type": "object"}, {"type": "object", "uniqueItems": True, "x": 1}])
+def test_gemma_may_say_anything_to_a_tool_whose_schema_says_nothing(parameters: Any, byte_vocabulary: Any) -> None:
+    format = next(format for format in known()[0] if format.name == "gemma4")
+    use = use_of([{"type": "function", "function": {"name": "f", "parameters": parameters}}], "required")
+    constraint = use.constraints(format, None)[-1]
+    backend, payload = compile(constraint, byte_vocabulary)
+    for text in (ANYTHING, "<|tool_call>call:f{}<tool_call|>"):
+        matcher = GrammarMatcher(byte_vocabulary, BACKENDS[backend](byte_vocabulary, payload), constraint.markers)
+        assert all(matcher.accept(1 + byte) for byte in text.encode()), text

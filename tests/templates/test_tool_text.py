@@ -10,7 +10,10 @@ import pytest
 
 from vserve.server.options.config import ServerConfig
 from vserve.server.parsers.formats import known
+from vserve.server.text import tokenizer
+from vserve.server.text.capabilities import Capabilities
 from vserve.server.text.model import TextModel, load_text_model
+from vserve.server.text.probe import SECONDS
 from vserve.server.text.tool_text import ToolText, calls_in
 
 from ..server.conftest import byte_level_tokenizer, save_tokenizer
@@ -86,3 +89,25 @@ def test_a_template_that_shows_them_is_left_alone(tmp_path: Path) -> None:
     assert model.tokenizer.tool_text is None
     can = replace(model.tokenizer.capabilities(model.tokenizer.template()), function_call=True)
     assert can.as_sent
+
+
+def test_results_without_ids_are_those_of_the_calls_before_them_in_order() -> None:
+    """Older clients give none: a result is not taken for that of any call that has none either."""
+    text = ToolText.of(None)
+    can = Capabilities(shows_calls=False, shows_results=False)
+    calls = [{"type": "function", "function": {"name": name, "arguments": {}}} for name in ("first", "second")]
+    results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, {"role": "tool", "content": "3"}]
+    messages, _ = text.written([{"role": "assistant", "content": "", "tool_calls": calls}, *results], None, can)
+    heads = [message["content"].partition(":")[0] for message in messages[1:]]
+    assert heads == ["Result of first", "Result of second", "Result of the function"]
+
+
+def test_a_template_that_came_in_a_request_is_asked_for_less_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[float] = []
+    model = load(tmp_path, BODY + "{% endfor %}")
+    monkeypatch.setattr(tokenizer, "ask", lambda render, seconds: asked.append(seconds) or Capabilities())
+    source = "{{ messages[0].content }} by a request"
+    model.tokenizer.render([{"role": "user", "content": "Hi"}], {"chat_template": source})
+    assert asked == [tokenizer.REQUEST_SECONDS] and tokenizer.REQUEST_SECONDS < SECONDS / 5

@@ -15,7 +15,7 @@ from ...generation.logprobs import LogprobFormat, chat_logprobs
 from ...parsers.parts import CallBegin, Content, Part, Reasoning
 from ...text.tokenizer import Tokenizer
 from .log import EventLog
-from .tools import Called, text_of_call
+from .tools import Called, InputText
 
 encode = msgspec.json.Encoder().encode
 
@@ -53,6 +53,7 @@ class ResponseEvents:
         self._output: list[dict[str, Any]] = response["output"]
         self._item: dict[str, Any] | None = None  # the one that is open
         self._texts: list[str] = []  # of that item
+        self._input = InputText()  # of a custom tool's call
         self._head = self._tail = b""  # of the event that has more of it
         self._num_tokens = 0
         # Log-probabilities as JSON, since each is told several times: of the item, and those that no event has had.
@@ -106,8 +107,8 @@ class ResponseEvents:
         if isinstance(part, CallBegin):
             return self._close("completed") + self._open_call(part)
         if self._item is not None and self._item["type"] == "custom_tool_call":
-            self._texts.append(part.text)  # JSON around the input, which is read when it is whole
-            return b""
+            text = self._input.feed(part.text)
+            return self._more("custom_tool_call", text) if text else b""
         return self._more("function_call", part.text)
 
     def _open_call(self, part: CallBegin) -> bytes:
@@ -117,6 +118,7 @@ class ResponseEvents:
         fields = {"call_id": part.id, "name": called.name}
         if called.namespace is not None:
             fields["namespace"] = called.namespace
+        self._input = InputText()
         return self._open("custom_tool_call" if called.is_custom else "function_call", **fields)
 
     def _more(self, kind: str, text: str) -> bytes:
@@ -154,16 +156,17 @@ class ResponseEvents:
         item = self._item
         if item is None:
             return b""
+        rest = self._input.finish() if item["type"] == "custom_tool_call" else ""
+        events = self._more("custom_tool_call", rest) if rest else b""
         kind, index, text = item["type"], len(self._output), "".join(self._texts)
         _, event, field = _KINDS[kind]
         where: dict[str, Any] = {"item_id": item["id"], "output_index": index}
         item = {**item, "status": status}
         if kind == "function_call":
             item["arguments"] = text
-            events = self._event(f"{event}.done", {**where, "name": item["name"], field: text})
+            events += self._event(f"{event}.done", {**where, "name": item["name"], field: text})
         elif kind == "custom_tool_call":
-            item["input"] = text = text_of_call(text)
-            events = self._event(f"{event}.delta", {**where, "delta": text})
+            item["input"] = text
             events += self._event(f"{event}.done", {**where, field: text})
         else:
             where["content_index"] = 0
@@ -171,7 +174,7 @@ class ResponseEvents:
             part = _part_of(kind, text, logprobs)
             item["content"] = [part]
             more = {"logprobs": logprobs} if kind == "message" else {}
-            events = self._event(f"{event}.done", {**where, field: text, **more})
+            events += self._event(f"{event}.done", {**where, field: text, **more})
             events += self._event("response.content_part.done", {**where, "part": part})
             if kind == "message":
                 self._pending = []

@@ -257,8 +257,6 @@ class ArgumentsDone(InItem):
 
 
 class CustomInputDelta(InItem):
-    """All of the input: it is read when the call is whole."""
-
     type: Literal["response.custom_tool_call_input.delta"]
     delta: str
 

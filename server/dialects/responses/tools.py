@@ -6,6 +6,7 @@ text, is a function with one argument; what runs on OpenAI's servers, or is buil
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -121,14 +122,59 @@ def call_of_text(text: str) -> str:
     return msgspec.json.encode({INPUT: text}).decode()
 
 
-def text_of_call(arguments: str) -> str:
-    """The input of a custom tool; what is no such call, for it was cut off, as it is."""
-    try:
-        value = msgspec.json.decode(arguments)
-    except (msgspec.DecodeError, RecursionError):
-        return arguments
-    text = value.get(INPUT) if isinstance(value, dict) else None
-    return text if isinstance(text, str) else arguments
+class InputText:
+    """The input of a custom tool, as the arguments of its function come: JSON with one text in it. What is none is
+    the input as it is."""
+
+    def __init__(self) -> None:
+        self._pieces: list[str] = []  # of the arguments, while nothing of the input has come
+        self._num_come = 0  # characters of these
+        self._held = ""  # of an escape that is not whole
+        self._is_open = self._is_whole = False
+
+    def feed(self, text: str) -> str:
+        """More of the input."""
+        if self._is_whole:
+            return ""
+        if not self._is_open:
+            self._pieces.append(text)
+            self._num_come += len(text)
+            if '"' not in text or self._num_come > _MAX_BEGUN + len(text):
+                return ""
+            found = _BEGUN.match(text := "".join(self._pieces))
+            if found is None:
+                return ""
+            self._is_open, text = True, text[found.end() :]
+        text = self._held + text
+        inside = _INSIDE.match(text)
+        assert inside is not None  # it may be empty
+        self._held = text[inside.end() :]
+        self._is_whole = self._held.startswith('"')
+        try:
+            return str(msgspec.json.decode(f'"{inside[0]}"'))
+        except msgspec.DecodeError:  # a surrogate without the other
+            return inside[0]
+
+    def finish(self) -> str:
+        """What of it is left."""
+        if self._is_open:
+            return ""
+        arguments = "".join(self._pieces)
+        try:
+            value = msgspec.json.decode(arguments)
+        except (msgspec.DecodeError, RecursionError):
+            return arguments
+        text = value.get(INPUT) if isinstance(value, dict) else None
+        return text if isinstance(text, str) else arguments
+
+
+_MAX_BEGUN = 256  # characters before the input; where there are more it is read when it is whole
+_BEGUN = re.compile(rf'\s*\{{\s*"{INPUT}"\s*:\s*"')
+# Characters and whole escapes; the first of two surrogates only with the second.
+_INSIDE = re.compile(
+    r'(?:[^"\\\x00-\x1f]|\\u[dD][89abAB][0-9a-fA-F]{2}\\u[0-9a-fA-F]{4}'
+    r'|\\u(?![dD][89abAB])[0-9a-fA-F]{4}|\\["\\/bfnrt])*'
+)
 
 
 def _name(tool: dict[str, Any], where: str) -> str:
