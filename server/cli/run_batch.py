@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator
@@ -18,6 +19,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import httpx
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.errors import ConfigError
 from ...engine.options.config import EngineConfig
@@ -27,6 +30,7 @@ from ..options.config import ServerConfig
 from ..options.http import ENVIRONMENT
 from .flags import add_flags, read_flags
 from .given import notices, unknown_variables
+from .listen import listen
 
 URLS = (
     "/v1/chat/completions",
@@ -75,6 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-concurrency", type=int, default=1024, metavar="N", help="requests in work at once (default: 1024)"
     )
+    group.add_argument(
+        "--enable-metrics", action="store_true", help="answer GET /metrics on --host and --port while the batch runs"
+    )
     add_flags(parser, EngineConfig, ServerConfig)
 
 
@@ -88,8 +95,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.max_concurrency < 1:
             raise ConfigError(f"--max-concurrency is {arguments.max_concurrency}: it must be at least 1")
         requests = read_requests(arguments.input_file)
+        sock = listen(server) if arguments.enable_metrics else None
         with open_output(arguments.output_file) as out:
-            failed = asyncio.run(answer_all(engine, server, requests, out, arguments.max_concurrency))
+            failed = asyncio.run(answer_all(engine, server, requests, out, arguments.max_concurrency, sock))
     except ConfigError as error:
         print(f"vserve: {error}", file=sys.stderr)
         return 2
@@ -99,6 +107,12 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("vserve: stopped; the output has what was finished", file=sys.stderr)
         return 130
+    named = [line.custom_id for line in requests if line.custom_id is not None]
+    if (twice := len(named) - len(set(named))) > 0:
+        print(
+            f"vserve: {twice} lines have the custom_id of an earlier one, and answers come in any order",
+            file=sys.stderr,
+        )
     print(f"{len(requests)} requests, {failed} of them refused or failed", file=sys.stderr)
     return 0
 
@@ -107,17 +121,15 @@ def read_requests(path: str) -> list[Line]:
     """All are looked at before a model is loaded; a bad line costs no other. Raises BatchError, OSError."""
     text = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     requests: list[Line] = []
-    ids: set[str] = set()
     for number, line in enumerate(text.split(b"\n"), 1):
         if line.strip():
-            requests.append(_read(line, f"line {number} of {path}", ids))
+            requests.append(_read(line, f"line {number} of {path}"))
     if not requests:
         raise BatchError(f"{path} has no requests")
     return requests
 
 
-def _read(line: bytes, where: str, ids: set[str]) -> Line:
-    """`ids`: of the lines before, and of this one after."""
+def _read(line: bytes, where: str) -> Line:
     custom_id: str | None = None
     try:
         try:
@@ -129,9 +141,6 @@ def _read(line: bytes, where: str, ids: set[str]) -> Line:
         if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
             raise BatchError(f"{where} has no 'custom_id', a string that its answer will carry")
         custom_id = request["custom_id"]
-        if custom_id in ids:
-            raise BatchError(f"{where} has the custom_id {custom_id!r} of an earlier line: choose another")
-        ids.add(custom_id)
         if request.get("method", "POST") != "POST" or request.get("url") not in URLS:
             raise BatchError(f"{where}: method must be POST, and url one of {', '.join(URLS)}")
         if not isinstance(request.get("body"), dict):
@@ -153,9 +162,11 @@ def open_output(path: str) -> Any:
 
 
 async def answer_all(
-    engine: EngineConfig, server: ServerConfig, lines: list[Line], out: IO[str], max_concurrency: int
-) -> int:
-    """Writes a line for each line, in the order in which they finish. Returns how many were not answered 200.
+    engine: EngineConfig, server: ServerConfig, lines: list[Line], out: IO[str], max_concurrency: int,
+    sock: socket.socket | None = None,
+) -> int:  # fmt: skip
+    """Writes a line for each line, in the order in which they finish. Returns how many were not answered 200. `sock`
+    listens for those who ask for the metrics meanwhile.
 
     They pass through the application itself, without a socket: what a server answers, a batch answers.
     """
@@ -173,7 +184,7 @@ async def answer_all(
     if not requests:
         return failed
     left = iter(requests)
-    async with _application(engine, server) as http:
+    async with _application(engine, server, sock) as http:
         with tqdm(total=len(requests), desc="requests", dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
 
             async def work() -> None:
@@ -207,7 +218,33 @@ async def _ask(http: httpx.AsyncClient, line: Line) -> dict[str, Any]:
 
 
 @asynccontextmanager
-async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
+async def _metrics(app: ASGIApp, sock: socket.socket | None) -> AsyncIterator[None]:
+    """Answers GET /metrics, and nothing else, on the socket."""
+    from ..http.server import Server
+
+    if sock is None:
+        yield
+        return
+
+    async def alone(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/metrics":
+            await app(scope, receive, send)
+        else:
+            await Response("A batch runs here: only /metrics answers.", 404)(scope, receive, send)
+
+    server = Server(alone, last_bytes=1.0)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@asynccontextmanager
+async def _application(
+    engine: EngineConfig, server: ServerConfig, sock: socket.socket | None
+) -> AsyncIterator[httpx.AsyncClient]:
     from ..app import create_app
     from ..client.replicas import make_client
     from ..text.beside import Beside
@@ -234,6 +271,7 @@ async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncItera
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),
+            _metrics(app, sock),
             httpx.AsyncClient(
                 transport=transport,
                 base_url="http://localhost",
