@@ -13,7 +13,6 @@ import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
@@ -24,45 +23,15 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.errors import ConfigError
 from ...engine.options.config import EngineConfig
+from ..batches.asking import ask
 from ..client.mailbox import EngineDeadError
 from ..options.beside import of_first
 from ..options.config import ServerConfig
 from ..options.http import ENVIRONMENT
+from ..wire.batch_lines import BatchError, Line, places, read_line
 from .flags import add_flags, read_flags
 from .given import notices, unknown_variables
 from .listen import listen
-
-URLS = (
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/v2/embed",
-    "/classify",
-    "/pooling",
-    "/score",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-)
-
-
-class BatchError(Exception):
-    """The file of requests has none, or a line of it is no request. The message names the line."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One request of a batch, or what is wrong with it."""
-
-    custom_id: str | None
-    url: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
-    problem: str | None = None
-
 
 EXAMPLES = (
     "vserve run-batch -i in.jsonl -o out.jsonl Qwen/Qwen3-0.6B",
@@ -120,40 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 def read_requests(path: str) -> list[Line]:
     """All are looked at before a model is loaded; a bad line costs no other. Raises BatchError, OSError."""
     text = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    requests: list[Line] = []
-    for number, line in enumerate(text.split(b"\n"), 1):
-        if line.strip():
-            requests.append(_read(line, f"line {number} of {path}"))
+    requests = [read_line(text[start:end], f"line {number} of {path}") for number, start, end in places(text)]
     if not requests:
         raise BatchError(f"{path} has no requests")
     return requests
-
-
-def _read(line: bytes, where: str) -> Line:
-    custom_id: str | None = None
-    try:
-        try:
-            request = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            raise BatchError(f"{where} is not text in UTF-8 ({error})") from None
-        except (ValueError, RecursionError) as error:
-            raise BatchError(f"{where} is no JSON ({error})") from None
-        if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
-            raise BatchError(f"{where} has no 'custom_id', a string that its answer will carry")
-        custom_id = request["custom_id"]
-        if request.get("method", "POST") != "POST" or request.get("url") not in URLS:
-            raise BatchError(f"{where}: method must be POST, and url one of {', '.join(URLS)}")
-        if not isinstance(request.get("body"), dict):
-            raise BatchError(f"{where} has no 'body', the object that would be posted")
-        if request["body"].get("stream"):
-            raise BatchError(f"{where} has 'stream': leave it out, a batch has whole answers")
-        if request["body"].get("background"):
-            raise BatchError(f"{where} has 'background': leave it out, a batch waits for its answers")
-        if str(request["body"].get("encoding_format")).startswith("bytes"):
-            raise BatchError(f"{where} has 'encoding_format' bytes: take base64, an answer here is a line of JSON")
-    except BatchError as error:
-        return Line(custom_id, problem=str(error))
-    return Line(custom_id, request["url"], request["body"])
 
 
 def open_output(path: str) -> Any:
@@ -205,16 +144,11 @@ def _answer(line: Line, response: dict[str, Any] | None = None, error: dict[str,
 
 
 async def _ask(http: httpx.AsyncClient, line: Line) -> dict[str, Any]:
-    try:
-        response = await http.post(line.url, json=line.body)
-        while response.status_code == 429:  # too much is on its way at once: the batch has time
-            await asyncio.sleep(float(response.headers.get("retry-after", 1)))
-            response = await http.post(line.url, json=line.body)
-        body = response.json()
-    except Exception as error:
-        return _answer(line, error={"code": "server_error", "message": f"{type(error).__name__}: {error}"})
-    request_id = response.headers.get("x-request-id", "")
-    return _answer(line, {"status_code": response.status_code, "request_id": request_id, "body": body})
+    said = await ask(http, line)
+    if isinstance(said, str):
+        return _answer(line, error={"code": "server_error", "message": said})
+    request_id = said.headers.get("x-request-id", "")
+    return _answer(line, {"status_code": said.status_code, "request_id": request_id, "body": said.json()})
 
 
 @asynccontextmanager
