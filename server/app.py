@@ -19,8 +19,10 @@ from .api import (
     compact,
     completions,
     control,
+    derender,
     embeddings,
     files,
+    generate,
     health,
     messages,
     models,
@@ -124,7 +126,7 @@ def create_app(
     app.state.server = state
     for api in (
         chat, completions, responses, compact, messages, embeddings, classify, scores, other_names, models, health,
-        operations, tokens, render, stored_chats, files, batches, control, scale, adapters,
+        operations, tokens, generate, render, derender, stored_chats, files, batches, control, scale, adapters,
     ):  # fmt: skip
         app.router.routes.extend(api.router.routes)
     if config.ui:

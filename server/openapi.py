@@ -29,7 +29,7 @@ from .dialects.responses.schemas import (
 )
 from .http.docs_page import SECURITY_POLICY, docs_page
 from .wire import answers as responses
-from .wire import batches, pooled_answers, rendered
+from .wire import batches, pooled_answers, rendered, tokens_in
 from .wire.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from .wire.chat_batch import ChatBatch
 from .wire.embeddings import CohereEmbedRequest, EmbeddingRequest
@@ -133,6 +133,10 @@ OPERATIONS = (
       for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
     Operation("/v1/chat/completions/render", rendered.RenderedPrompt, body=ChatRequest, errors=_BODY),
     Operation("/v1/completions/render", rendered.RenderedCompletions, body=CompletionRequest, errors=_BODY),
+    Operation("/v1/chat/completions/derender", responses.ChatCompletion, body=tokens_in.DerenderChat, errors=_BODY),
+    Operation("/v1/completions/derender", responses.Completion, body=tokens_in.DerenderCompletions, errors=_BODY),
+    Operation("/inference/v1/generate", tokens_in.TokensAnswer, body=tokens_in.TokensRequest,
+              chunk=tokens_in.TokensChunk, errors=_GENERATION),
     Operation("/tokenizer_info", rendered.TokenizerInfo, "get", errors=(503,)),
     Operation("/invocations", InvocationAnswer, body=Invocation, chunk=InvocationChunk,
               errors=_GENERATION, raw=True),

@@ -35,12 +35,14 @@ from .metrics import RouterMetrics
 logger = logging.getLogger(__name__)
 
 PROBES = ("/health", "/livez", "/readyz", "/ping")
-OTHERS = frozenset(("/tokenize", "/detokenize", "/classify", "/pooling", "/score", "/rerank", "/invocations"))
+OTHERS = frozenset((
+    "/tokenize", "/detokenize", "/classify", "/pooling", "/score", "/rerank", "/invocations", "/inference/v1/generate",
+))  # fmt: skip
 ONE_MODEL = "/v1/models/"
 LISTS = ("/v1/chat/completions", "/v1/files", "/v1/batches")  # of what one server has stored
 # What one server made, others do not know.
 _IDS = re.compile(r"/v1/(?:responses|chat/completions|requests|files|batches)/([^/]+)")
-_VERBS = frozenset(("render", "batch", "input_tokens", "compact"))
+_VERBS = frozenset(("render", "derender", "batch", "input_tokens", "compact"))
 # Of the answer itself: what stands further in may be the client's own words.
 _MADE = re.compile(
     rb'(?:event: ?[\w.]{1,64}\r?\n)?(?:data: ?)?\{\s*(?:"(?:type|sequence_number)": ?[\w."]{1,64},\s*)*'

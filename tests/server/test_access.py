@@ -37,7 +37,8 @@ TABLE = {
                                                      "/ui/{name:path}")},
     ("POST", "/ping"): (ANYBODY, "here"),
     **{("POST", path): (USER, "here") for path in (
-        "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/completions",
+        "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender",
+        "/v1/completions/derender", "/inference/v1/generate", "/v1/completions",
         "/v1/completions/render", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v2/embed",
         "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/invocations",
         "/v1/engines/{model:path}/completions", "/tokenize", "/detokenize",
