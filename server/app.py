@@ -13,12 +13,16 @@ from fastapi import FastAPI
 from .. import __version__
 from .api import (
     adapters,
+    batches,
     chat,
     classify,
     compact,
     completions,
     control,
+    derender,
     embeddings,
+    files,
+    generate,
     health,
     messages,
     models,
@@ -122,7 +126,7 @@ def create_app(
     app.state.server = state
     for api in (
         chat, completions, responses, compact, messages, embeddings, classify, scores, other_names, models, health,
-        operations, tokens, render, stored_chats, control, scale, adapters,
+        operations, tokens, generate, render, derender, stored_chats, files, batches, control, scale, adapters,
     ):  # fmt: skip
         app.router.routes.extend(api.router.routes)
     if config.ui:
@@ -132,7 +136,8 @@ def create_app(
         state.colleagues = Colleagues(meeting)
         app.add_middleware(Elsewhere, colleagues=state.colleagues)
     # The last one added is the outermost: a refusal, too, has an id, is counted, and may be read by browsers.
-    app.add_middleware(BodyLimit, limit=state.max_body_size, rejected=metrics.rejected, board=board)
+    files_too = {"/v1/files": config.max_file_size}
+    app.add_middleware(BodyLimit, limit=state.max_body_size, rejected=metrics.rejected, board=board, larger=files_too)
     pages = (*DOCS, *(load_page().paths if config.ui else ()))
     locks = Locks(config, config.root_path, pages, board)
     if locks.are_needed:

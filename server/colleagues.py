@@ -30,8 +30,9 @@ KEPT = 2.0  # seconds that a connection waits for the next word: less than the o
 LOOK_UP = 0.1  # seconds between two looks for one that starts
 AT_FIRST = re.compile(
     r"/metrics|/reload|/v1/(un)?load_lora_adapter|/scale_data_parallel|/scale_elastic_ep|/v1/responses(/.*)?|/v1/chat/completions/.+"
+    r"|/v1/(files|batches)(/.*)?"
 )
-HERE = frozenset(("/v1/chat/completions/render", "/v1/chat/completions/batch"))
+HERE = frozenset(f"/v1/chat/completions/{verb}" for verb in ("render", "derender", "batch"))
 CHATS = "/v1/chat/completions"
 SECRET = b"x-vserve-secret"  # the header that says that a process of this server asks
 CANCEL = re.compile(r"/abort_request|/v1/requests/[^/]+/cancel")

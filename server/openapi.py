@@ -29,7 +29,7 @@ from .dialects.responses.schemas import (
 )
 from .http.docs_page import SECURITY_POLICY, docs_page
 from .wire import answers as responses
-from .wire import pooled_answers, rendered
+from .wire import batches, pooled_answers, rendered, tokens_in
 from .wire.adapters import LoadAdapterRequest, UnloadAdapterRequest
 from .wire.chat_batch import ChatBatch
 from .wire.embeddings import CohereEmbedRequest, EmbeddingRequest
@@ -75,6 +75,7 @@ class Operation:
     done: bool = True  # a stream ends with [DONE]
     query: dict[str, dict[str, Any]] = field(default_factory=dict)  # name → schema
     raw: bool = False  # the answer may be bytes
+    media: str = JSON  # of the body
 
 
 _BODY = (400, 404, 413, 415, 503)
@@ -108,6 +109,17 @@ OPERATIONS = (
     Operation("/v1/responses/input_tokens", InputTokens, body=ResponsesRequest, errors=_BODY),
     Operation("/v1/responses/compact", CompactedResponse, body=CompactRequest, errors=(*_GENERATION, 422)),
     Operation("/v1/responses/{response_id}/cancel", ResponseObject, errors=(400, 404)),
+    Operation("/v1/files", batches.FileObject, body=batches.FileUpload, errors=(400, 413, 415, 429),
+              media="multipart/form-data"),
+    Operation("/v1/files", batches.FileList, "get", errors=(400,), query=_PAGE | {
+        "purpose": {"enum": ["batch", "batch_output"], "description": "those of this purpose"}}),
+    Operation("/v1/files/{file_id}", batches.FileObject, "get", errors=(400, 404)),
+    Operation("/v1/files/{file_id}", batches.DeletedFile, "delete", errors=(400, 404, 409)),
+    Operation("/v1/files/{file_id}/content", None, "get", errors=(400, 404), text="application/octet-stream"),
+    Operation("/v1/batches", batches.BatchObject, body=batches.BatchRequest, errors=(*_BODY, 429)),
+    Operation("/v1/batches", batches.BatchList, "get", errors=(400,), query=_PAGE),
+    Operation("/v1/batches/{batch_id}", batches.BatchObject, "get", errors=(400, 404)),
+    Operation("/v1/batches/{batch_id}/cancel", batches.BatchObject, errors=(400, 404)),
     Operation("/v1/messages", MessageObject, body=MessagesRequest, chunk=MessageEvent, errors=_GENERATION,
               failure=AnthropicError, done=False),
     Operation("/v1/messages/count_tokens", TokenCount, body=CountRequest, errors=_BODY, failure=AnthropicError),
@@ -121,6 +133,10 @@ OPERATIONS = (
       for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
     Operation("/v1/chat/completions/render", rendered.RenderedPrompt, body=ChatRequest, errors=_BODY),
     Operation("/v1/completions/render", rendered.RenderedCompletions, body=CompletionRequest, errors=_BODY),
+    Operation("/v1/chat/completions/derender", responses.ChatCompletion, body=tokens_in.DerenderChat, errors=_BODY),
+    Operation("/v1/completions/derender", responses.Completion, body=tokens_in.DerenderCompletions, errors=_BODY),
+    Operation("/inference/v1/generate", tokens_in.TokensAnswer, body=tokens_in.TokensRequest,
+              chunk=tokens_in.TokensChunk, errors=_GENERATION),
     Operation("/tokenizer_info", rendered.TokenizerInfo, "get", errors=(503,)),
     Operation("/invocations", InvocationAnswer, body=Invocation, chunk=InvocationChunk,
               errors=_GENERATION, raw=True),
@@ -185,7 +201,7 @@ def openapi(app: FastAPI) -> dict[str, Any]:
         for operation in OPERATIONS:
             described = document["paths"][operation.path][operation.method]
             if operation.body is not None:
-                described["requestBody"] = {"required": True, "content": {JSON: _reference(operation.body)}}
+                described["requestBody"] = {"required": True, "content": {operation.media: _reference(operation.body)}}
             if operation.query:
                 described["parameters"] = [
                     {"name": name, "in": "query", "required": False, "schema": schema}

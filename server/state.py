@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from fastapi import Request
 
 from ..engine.link.messages import EngineInfo
+from .batches.batches import Batches
 from .client.client import Client
 from .colleagues import Colleagues
 from .dialects.store import Store
@@ -106,6 +107,10 @@ class ServerState:
     @cached_property
     def chats(self) -> Store:
         return Store(self.config.response_store_size, self.config.response_store_bytes)
+
+    @cached_property
+    def batches(self) -> Batches:
+        return Batches(self.config)
 
     @property
     def is_first(self) -> bool:

@@ -16,7 +16,7 @@ REACHES = ("server/*.py", "engine/*.py", "kernels/*.py")
 FLOORS = {
     "server": (
         "client", "errors", "pace", "lanes", "histogram", "options", "parsers", "text", "grammar", "wire", "generation",
-        "observe", "http", "router", "dialects", "colleagues", "state", "api", "openapi", "app", "desk",
+        "observe", "http", "router", "dialects", "batches", "colleagues", "state", "api", "openapi", "app", "desk",
         "api_processes", "team", "reporter", "service", "api_process", "ray_serve", "offline", "cli",
     ),
     "engine": (

@@ -134,9 +134,14 @@ class Adapter:
                 f"model's is {list(shape)}: it has more tokens, merge it with PEFT"
             )
 
-    def check_complete(self, products: Iterable[str]) -> None:
+    def check_complete(self, products: Iterable[str], modules: Iterable[str]) -> None:
         """Raises AdapterError where the configuration names one of these products of the base, by their paths, and no
-        tensors are there for it."""
+        tensors are there for it, or says that one of its modules, of which these are all, was saved whole."""
+        if lacking := self.config.saved_of(modules) - self.config.saved_of(self.whole):
+            raise AdapterError(
+                f"{self.folder} lacks {min(lacking)}, which its modules_to_save name: the file is incomplete, or of "
+                "another base"
+            )
         paths = set(products)
         prefix = next((p for p in ("", "model.") if any(f"{p}{module}" in paths for module in self.pairs)), "")
         targeted = self.config.targeted([path.removeprefix(prefix) for path in paths])

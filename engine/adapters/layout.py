@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from math import prod
 from pathlib import Path
 
@@ -157,7 +158,8 @@ class SlotLayout:
                 raise AdapterError(f"{folder} changes {module}, which the model does not have: it is of another base")
             self._check_shapes(adapter, pair, *self.holders[path])
             paths[path] = pair
-        adapter.check_complete(path for path, (holder, _) in self.holders.items() if type(holder) is Linear)
+        products = (path for path, (holder, _) in self.holders.items() if type(holder) is Linear)
+        adapter.check_complete(products, chain(self.holders, self.others, self.without_room))
         return paths
 
     def _check_shapes(self, adapter: Adapter, pair: Pair, holder: Holder, part: str) -> None:

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -174,8 +174,13 @@ class PeftConfig:
         values = list(patterns.values())
         return {path: values[first[key]] if key in first else otherwise for path, key in keys.items()}
 
+    def saved_of(self, modules: Iterable[str]) -> set[str]:
+        """Of the names of what was saved whole those that one of these modules or tensors, by their paths, goes by."""
+        paths = "\n".join(f".{module}." for module in modules) if self.saved else ""
+        return {name for name in self.saved if f".{name}." in paths}
+
     def _is_saved(self, module: str) -> bool:
-        return any(f".{name}." in f".{module}." for name in self.saved)
+        return bool(self.saved_of([module]))
 
     def _in_layers(self, module: str) -> bool:
         if self.layers is None or isinstance(self.targets, str) or module in self.targets:

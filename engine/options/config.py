@@ -168,9 +168,9 @@ class EngineConfig:
         group="adapters", problem=checks.no_file,
     )  # fmt: skip
     qlora_adapter_name_or_path: str | None = option(None, "an older name of merge_lora", group="adapters")
-    max_loras: int = option(
-        4, "adapters that the requests of a step may have; each takes a slot of device memory", group="adapters",
-        bounds=Bounds(1, 1024),
+    max_loras: int | None = option(
+        None, "adapters that the requests of a step may have; each takes a slot of device memory (default: 4, and no "
+        "more than max_cpu_loras)", group="adapters", bounds=Bounds(1, 1024),
     )  # fmt: skip
     max_lora_rank: int = option(
         16, "largest rank of an adapter; slots have room for it", group="adapters", bounds=Bounds(1, 512)
@@ -335,6 +335,11 @@ class EngineConfig:
     def purpose(self) -> Purpose:
         """What --task, --runner and --convert say. Raises ConfigError where they contradict each other."""
         return read_purpose(self.task, self.runner, self.convert)
+
+    @property
+    def adapter_slots(self) -> int:
+        """--max-loras; where nobody says it, 4, and no more than the host is to keep."""
+        return self.max_loras or min(4, self.max_cpu_loras or 4)
 
     @property
     def fits_cache(self) -> bool:

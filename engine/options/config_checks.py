@@ -112,10 +112,10 @@ def check_adapters(config: EngineConfig) -> None:
         object.__setattr__(config, "merge_lora", old)
     if config.enable_lora and config.merge_lora is not None:
         raise ConfigError("--merge-lora makes one model of two, and --enable-lora serves adapters beside: choose one")
-    if config.max_cpu_loras is not None and config.max_cpu_loras < config.max_loras:
+    if config.max_cpu_loras is not None and config.max_cpu_loras < config.adapter_slots:
         raise ConfigError(
-            f"--max-cpu-loras is {config.max_cpu_loras}: it must be at least --max-loras ({config.max_loras}), whose "
-            "adapters are kept on the host too"
+            f"--max-cpu-loras is {config.max_cpu_loras}: it must be at least --max-loras ({config.adapter_slots}), "
+            "whose adapters are kept on the host too"
         )
     if config.merge_lora is not None and config.load_format == "dummy":
         raise ConfigError("--merge-lora has nothing to merge into with --load-format dummy: leave one of them out")

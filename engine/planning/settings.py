@@ -204,7 +204,7 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Setti
     codes = model.quantization is not None and machine.codes and dtype.itemsize <= 2
     chunk = default_chunk(mixture, codes, drafts=config.speculative_config is not None)
     mixed = resolve_max_mixed_tokens(config, device.type, tokens, chunk)
-    loras = config.max_loras if config.enable_lora else 0
+    loras = config.adapter_slots if config.enable_lora else 0
     names = {spec.name for spec in dataclasses.fields(Settings)}
     asked = {spec.name: getattr(config, spec.name) for spec in dataclasses.fields(config) if spec.name in names}
     found = {

@@ -169,7 +169,8 @@ def _prepared(
     config = with_stored_experts(config, {name: info.shape for name, info in headers.items()})
     model = make_model(config, place, max_model_len)
     if adapter is not None:
-        adapter.check_complete(path for path, (holder, _) in model.weight_map().items() if type(holder) is Linear)
+        modules = model.weight_map()
+        adapter.check_complete((path for path, (holder, _) in modules.items() if type(holder) is Linear), modules)
     note = None if checkpoint is None else claims_of(model, headers)
     holders = choose_formats(model, None if checkpoint is None else by_module(model, headers, prefix))
     loads = [] if checkpoint is None else match(model, checkpoint, prefix)

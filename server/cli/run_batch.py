@@ -8,57 +8,30 @@ import dataclasses
 import json
 import logging
 import os
+import socket
 import sys
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
 import httpx
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ...engine.errors import ConfigError
 from ...engine.options.config import EngineConfig
+from ..batches.asking import ask
 from ..client.mailbox import EngineDeadError
 from ..options.beside import of_first
 from ..options.config import ServerConfig
 from ..options.http import ENVIRONMENT
+from ..wire.batch_lines import BatchError, Line, places, read_line
 from .flags import add_flags, read_flags
 from .given import notices, unknown_variables
-
-URLS = (
-    "/v1/chat/completions",
-    "/v1/chat/completions/batch",
-    "/v1/completions",
-    "/v1/responses",
-    "/v1/messages",
-    "/v1/embeddings",
-    "/v2/embed",
-    "/classify",
-    "/pooling",
-    "/score",
-    "/v1/score",
-    "/rerank",
-    "/v1/rerank",
-    "/v2/rerank",
-)
-
-
-class BatchError(Exception):
-    """The file of requests has none, or a line of it is no request. The message names the line."""
-
-
-@dataclass(frozen=True)
-class Line:
-    """One request of a batch, or what is wrong with it."""
-
-    custom_id: str | None
-    url: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
-    problem: str | None = None
-
+from .listen import listen
 
 EXAMPLES = (
     "vserve run-batch -i in.jsonl -o out.jsonl Qwen/Qwen3-0.6B",
@@ -75,6 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-concurrency", type=int, default=1024, metavar="N", help="requests in work at once (default: 1024)"
     )
+    group.add_argument(
+        "--enable-metrics", action="store_true", help="answer GET /metrics on --host and --port while the batch runs"
+    )
     add_flags(parser, EngineConfig, ServerConfig)
 
 
@@ -88,8 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.max_concurrency < 1:
             raise ConfigError(f"--max-concurrency is {arguments.max_concurrency}: it must be at least 1")
         requests = read_requests(arguments.input_file)
+        sock = listen(server) if arguments.enable_metrics else None
         with open_output(arguments.output_file) as out:
-            failed = asyncio.run(answer_all(engine, server, requests, out, arguments.max_concurrency))
+            failed = asyncio.run(answer_all(engine, server, requests, out, arguments.max_concurrency, sock))
     except ConfigError as error:
         print(f"vserve: {error}", file=sys.stderr)
         return 2
@@ -99,6 +76,12 @@ def run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("vserve: stopped; the output has what was finished", file=sys.stderr)
         return 130
+    named = [line.custom_id for line in requests if line.custom_id is not None]
+    if (twice := len(named) - len(set(named))) > 0:
+        print(
+            f"vserve: {twice} lines have the custom_id of an earlier one, and answers come in any order",
+            file=sys.stderr,
+        )
     print(f"{len(requests)} requests, {failed} of them refused or failed", file=sys.stderr)
     return 0
 
@@ -106,45 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
 def read_requests(path: str) -> list[Line]:
     """All are looked at before a model is loaded; a bad line costs no other. Raises BatchError, OSError."""
     text = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    requests: list[Line] = []
-    ids: set[str] = set()
-    for number, line in enumerate(text.split(b"\n"), 1):
-        if line.strip():
-            requests.append(_read(line, f"line {number} of {path}", ids))
+    requests = [read_line(text[start:end], f"line {number} of {path}") for number, start, end in places(text)]
     if not requests:
         raise BatchError(f"{path} has no requests")
     return requests
-
-
-def _read(line: bytes, where: str, ids: set[str]) -> Line:
-    """`ids`: of the lines before, and of this one after."""
-    custom_id: str | None = None
-    try:
-        try:
-            request = json.loads(line.decode())
-        except UnicodeDecodeError as error:
-            raise BatchError(f"{where} is not text in UTF-8 ({error})") from None
-        except (ValueError, RecursionError) as error:
-            raise BatchError(f"{where} is no JSON ({error})") from None
-        if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
-            raise BatchError(f"{where} has no 'custom_id', a string that its answer will carry")
-        custom_id = request["custom_id"]
-        if custom_id in ids:
-            raise BatchError(f"{where} has the custom_id {custom_id!r} of an earlier line: choose another")
-        ids.add(custom_id)
-        if request.get("method", "POST") != "POST" or request.get("url") not in URLS:
-            raise BatchError(f"{where}: method must be POST, and url one of {', '.join(URLS)}")
-        if not isinstance(request.get("body"), dict):
-            raise BatchError(f"{where} has no 'body', the object that would be posted")
-        if request["body"].get("stream"):
-            raise BatchError(f"{where} has 'stream': leave it out, a batch has whole answers")
-        if request["body"].get("background"):
-            raise BatchError(f"{where} has 'background': leave it out, a batch waits for its answers")
-        if str(request["body"].get("encoding_format")).startswith("bytes"):
-            raise BatchError(f"{where} has 'encoding_format' bytes: take base64, an answer here is a line of JSON")
-    except BatchError as error:
-        return Line(custom_id, problem=str(error))
-    return Line(custom_id, request["url"], request["body"])
 
 
 def open_output(path: str) -> Any:
@@ -153,9 +101,11 @@ def open_output(path: str) -> Any:
 
 
 async def answer_all(
-    engine: EngineConfig, server: ServerConfig, lines: list[Line], out: IO[str], max_concurrency: int
-) -> int:
-    """Writes a line for each line, in the order in which they finish. Returns how many were not answered 200.
+    engine: EngineConfig, server: ServerConfig, lines: list[Line], out: IO[str], max_concurrency: int,
+    sock: socket.socket | None = None,
+) -> int:  # fmt: skip
+    """Writes a line for each line, in the order in which they finish. Returns how many were not answered 200. `sock`
+    listens for those who ask for the metrics meanwhile.
 
     They pass through the application itself, without a socket: what a server answers, a batch answers.
     """
@@ -173,7 +123,7 @@ async def answer_all(
     if not requests:
         return failed
     left = iter(requests)
-    async with _application(engine, server) as http:
+    async with _application(engine, server, sock) as http:
         with tqdm(total=len(requests), desc="requests", dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
 
             async def work() -> None:
@@ -194,20 +144,41 @@ def _answer(line: Line, response: dict[str, Any] | None = None, error: dict[str,
 
 
 async def _ask(http: httpx.AsyncClient, line: Line) -> dict[str, Any]:
-    try:
-        response = await http.post(line.url, json=line.body)
-        while response.status_code == 429:  # too much is on its way at once: the batch has time
-            await asyncio.sleep(float(response.headers.get("retry-after", 1)))
-            response = await http.post(line.url, json=line.body)
-        body = response.json()
-    except Exception as error:
-        return _answer(line, error={"code": "server_error", "message": f"{type(error).__name__}: {error}"})
-    request_id = response.headers.get("x-request-id", "")
-    return _answer(line, {"status_code": response.status_code, "request_id": request_id, "body": body})
+    said = await ask(http, line)
+    if isinstance(said, str):
+        return _answer(line, error={"code": "server_error", "message": said})
+    request_id = said.headers.get("x-request-id", "")
+    return _answer(line, {"status_code": said.status_code, "request_id": request_id, "body": said.json()})
 
 
 @asynccontextmanager
-async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncIterator[httpx.AsyncClient]:
+async def _metrics(app: ASGIApp, sock: socket.socket | None) -> AsyncIterator[None]:
+    """Answers GET /metrics, and nothing else, on the socket."""
+    from ..http.server import Server
+
+    if sock is None:
+        yield
+        return
+
+    async def alone(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/metrics":
+            await app(scope, receive, send)
+        else:
+            await Response("A batch runs here: only /metrics answers.", 404)(scope, receive, send)
+
+    server = Server(alone, last_bytes=1.0)
+    serving = asyncio.create_task(server.serve(sockets=[sock]))
+    try:
+        yield
+    finally:
+        server.should_exit = True
+        await serving
+
+
+@asynccontextmanager
+async def _application(
+    engine: EngineConfig, server: ServerConfig, sock: socket.socket | None
+) -> AsyncIterator[httpx.AsyncClient]:
     from ..app import create_app
     from ..client.replicas import make_client
     from ..text.beside import Beside
@@ -234,6 +205,7 @@ async def _application(engine: EngineConfig, server: ServerConfig) -> AsyncItera
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (
             app.router.lifespan_context(app),
+            _metrics(app, sock),
             httpx.AsyncClient(
                 transport=transport,
                 base_url="http://localhost",

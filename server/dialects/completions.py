@@ -64,12 +64,12 @@ def choices(
     if body.return_token_ids:  # encoded once, whatever the number of choices
         prompt_ids = [msgspec.Raw(encode(list(prompt.token_ids))) for prompt in generation.prompts]
     return [
-        _choice(tokenizer, body, answer, reports[i // generation.n], prompt_ids[i // generation.n])
+        one_choice(tokenizer, body, answer, reports[i // generation.n], prompt_ids[i // generation.n])
         for i, answer in enumerate(answers)
     ]
 
 
-def _choice(
+def one_choice(
     tokenizer: Tokenizer,
     body: CompletionRequest,
     answer: Answer,

@@ -6,6 +6,8 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
 
 import msgspec
 
@@ -192,17 +194,37 @@ def as_bytes(values: Sequence[float]) -> bytes:
 
 
 def packed(embedding: bytes, dtype: str, big: bool) -> bytes:
-    """The same of float32, float16 or bfloat16, rounded to even; large values become infinite in float16."""
+    """The same of float32, float16, bfloat16, fp8_e4m3 or fp8_e5m2, rounded to even; what is too large becomes
+    infinite, or of fp8_e4m3, which has no infinity, 448, as torch has it."""
     import numpy as np  # the server starts without it
 
     order = ">" if big else "<"
     values = np.frombuffer(embedding, "<f4")
+    if dtype.startswith("fp8"):
+        middles = np.array(_middles(dtype), np.float32)
+        sizes = np.abs(values)
+        codes = np.searchsorted(middles, sizes)  # of a number in the middle, the lower one
+        tied = sizes == middles[np.minimum(codes, len(middles) - 1)]
+        codes += tied & codes & 1
+        return (codes | np.signbit(values) << 7).astype(np.uint8).tobytes()
     if dtype == "bfloat16":
         bits = values.view("<u4").astype(np.uint32)
         halves = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16
         return halves.astype(f"{order}u2").tobytes()
     with np.errstate(over="ignore"):
         return values.astype(order + ("f2" if dtype == "float16" else "f4")).tobytes()
+
+
+@cache
+def _middles(dtype: str) -> list[float]:
+    """Between the size of each code of a format of 8 bits and the next one's; the last of fp8_e5m2 is infinite."""
+    fraction, bias, last = (3, 7, 0x7E) if dtype == "fp8_e4m3" else (2, 15, 0x7C)
+    sizes = []
+    for code in range(last + 1):
+        exponent, part = code >> fraction, code & (1 << fraction) - 1
+        whole = min(exponent, 1) << fraction  # a subnormal number has no leading 1
+        sizes.append((whole + part) * 2.0 ** (max(exponent, 1) - bias - fraction))
+    return [(one + other) / 2 for one, other in pairwise(sizes)]
 
 
 def bits(embedding: bytes, signed: bool) -> list[int]:

@@ -22,6 +22,8 @@ def pooling_of(
 ) -> Pooling:
     """Raises ApiError (400) for what this model does not do."""
     if task in (None, "encode"):
+        task = model.pooling.task
+    if task in (None, "encode"):
         by_token = info.by_token or REWARD in info.tasks
         task = "embed" if EMBED in info.tasks else "token_classify" if by_token else "classify"
     check_task(info, *((EMBED,) if task in ("embed", "token_embed") else (CLASSIFY, REWARD)))

@@ -9,6 +9,7 @@ import msgspec
 from typing_extensions import TypedDict
 
 from ..errors import ApiError, bad_request, shorten
+from ..options.text import BACKENDS
 from .constraint import Constraint
 
 FORMATS = ("text", "json_object", "json_schema", "structural_tag")
@@ -45,6 +46,8 @@ class StructuredOutputs(TypedDict, total=False):
     disable_any_whitespace: bool
     disable_additional_properties: bool
     whitespace_pattern: str
+    backend: str  # one of BACKENDS; no two answers differ by it
+    disable_fallback: bool
 
 
 def constraint(
@@ -102,7 +105,7 @@ def _response_format(value: Any) -> Constraint | None:
 def _structured_outputs(value: Any, where: str) -> Constraint:
     if not isinstance(value, dict):
         raise bad_request(f"'{where}' must be an object.", where, "invalid_type")
-    options = {"disable_fallback": bool, "whitespace_pattern": str}
+    options = {"disable_fallback": bool, "whitespace_pattern": str, "backend": str}
     options |= dict.fromkeys(("disable_any_whitespace", "disable_additional_properties"), bool)
     for name, given in value.items():
         if name not in KINDS and name not in options:
@@ -110,6 +113,9 @@ def _structured_outputs(value: Any, where: str) -> Constraint:
         if name in options and given is not None and not isinstance(given, options[name]):
             what = "a boolean" if options[name] is bool else "a string"
             raise bad_request(f"'{where}.{name}' must be {what}.", f"{where}.{name}", "invalid_type")
+    if value.get("backend") not in (None, *BACKENDS):
+        name = f"{where}.backend"
+        raise bad_request(f"'{name}' is {shorten(value['backend'])!r}; choose one of {', '.join(BACKENDS)}.", name)
     kinds = [name for name in KINDS if value.get(name) is not None and value[name] is not False]
     if len(kinds) != 1:
         found = f"it has {' and '.join(kinds)}" if kinds else "it has none"

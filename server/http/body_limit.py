@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from starlette._utils import get_route_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..client.board import BODIES, Board
@@ -71,14 +72,16 @@ class BodyLimit:
     """Refuses a body that is too large: at once where its length is declared, else as soon as it has come so far."""
 
     def __init__(
-        self, app: ASGIApp, limit: Callable[[], int], rejected: Callable[[str], None], board: Board | None = None
-    ) -> None:
+        self, app: ASGIApp, limit: Callable[[], int], rejected: Callable[[str], None], board: Board | None = None,
+        larger: Mapping[str, int] | None = None,
+    ) -> None:  # fmt: skip
         """`limit`: bytes of a body; asked for each request, since it may follow the engine's context. `rejected`
         counts those for whom there is no room. `board`: of several API processes, which share the room; each judges
-        of the uploads that are its own."""
+        of the uploads that are its own. `larger`: limits of paths that may bring more."""
         self.app = app
         self._rejected = rejected
         self.limit = limit
+        self._larger = larger or {}
         self.num_bytes = 0  # of all bodies that are held
         self._held: dict[HeldBody, None] = {}
         self._by_tenant: Counter[int] = Counter()  # bytes; those who hold none have no entry
@@ -134,9 +137,11 @@ class BodyLimit:
         tenant = tenant_of(scope)
         TENANT.set(tenant)  # each request has a task of its own
         length = next((value for name, value in scope["headers"] if name == b"content-length"), None)
-        limit = self.limit()
+        limit, option = self.limit(), "--max-body-size"
+        if self._larger.get(path := get_route_path(scope), 0) > limit:
+            limit, option = self._larger[path], "--max-file-size"
         if length is not None and int(length) > limit:
-            await _too_large(limit).response(scope)(scope, receive, send)
+            await _too_large(limit, option).response(scope)(scope, receive, send)
             return
         if length is not None and int(length) <= SMALL:
             await self.app(scope, receive, send)
@@ -150,7 +155,7 @@ class BodyLimit:
             if body := message.get("body"):
                 received += len(body)
                 if received > limit:
-                    raise _too_large(limit)
+                    raise _too_large(limit, option)
                 held.grow(len(body))
                 self._make_room(held, most)
             return message
@@ -163,8 +168,8 @@ class BodyLimit:
             held.release()
 
 
-def _too_large(limit: int) -> ApiError:
-    message = f"The request's body exceeds {limit} bytes; send less, or raise --max-body-size."
+def _too_large(limit: int, option: str) -> ApiError:
+    message = f"The request's body exceeds {limit} bytes; send less, or raise {option}."
     return ApiError(413, message, code="body_too_large")
 
 

@@ -113,7 +113,7 @@ class EngineCollector(Collector):
         """As vLLM has it: the names are labels, and the value is the time."""
         labels = ["max_lora", "waiting_lora_adapters", "running_lora_adapters"]
         family = GaugeMetricFamily(self._prefix + ADAPTERS, "Adapters of requests, and when.", labels=labels)
-        family.add_metric([str(self._client.config.max_loras), ",".join(waiting), ",".join(running)], time.time())
+        family.add_metric([str(self._client.config.adapter_slots), ",".join(waiting), ",".join(running)], time.time())
         return family
 
     def _settings(self) -> Iterator[Metric]:

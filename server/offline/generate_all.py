@@ -20,6 +20,7 @@ async def generate_all(
     tokenizer: Tokenizer,
     prompts: Sequence[Prompt],
     texts: Sequence[TextOptions],
+    priorities: Sequence[int],
     outputs: Sequence[RequestOutput],
     progress: Progress,
 ) -> None:
@@ -28,8 +29,9 @@ async def generate_all(
     tasks: list[asyncio.Task[None]] = []
     num_unsent = 0  # tokens
     try:
-        for prompt, text, output in zip(prompts, texts, outputs, strict=True):
-            generation = PatientGeneration(client, tokenizer, output.request_id, prompt, text, len(output.outputs))
+        for prompt, text, priority, output in zip(prompts, texts, priorities, outputs, strict=True):
+            n, id = len(output.outputs), output.request_id
+            generation = PatientGeneration(client, tokenizer, id, prompt, text, n, priority)
             begun.append(generation)
             await generation.submit()
             num_unsent += len(prompt.token_ids)

@@ -130,20 +130,21 @@ class LLM(PooledCalls):
         *,
         prompt_token_ids: list[int] | list[list[int]] | None = None,
         lora_request: AdapterChoice = None,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order; all are submitted at once and the engine batches them.
 
         `prompts`: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a sequence of these.
         `sampling_params`: one for all, or one each; None = the model's defaults. `use_tqdm`: a progress bar, or what
         makes one. `prompt_token_ids`: an older name of `prompts`, where these are ids. `lora_request`: the adapter of
-        all, or one each (with `enable_lora=True`). Raises ValueError before
-        anything is submitted; a request that fails in the engine does not end the others: its answer has the finish
-        reason "error".
+        all, or one each (with `enable_lora=True`). `priority`: one each, lower ones run sooner (with
+        `scheduling_policy="priority"`). Raises ValueError before anything is submitted; a request that fails in the
+        engine does not end the others: its answer has the finish reason "error".
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts, as text or token ids" + ("" if prompts is None else ", once"))
         given = tokenised(cast(PromptLike, prompts or prompt_token_ids or []), self.model.tokenizer)
-        return self._run(given, sampling_params, use_tqdm, lora_request)
+        return self._run(given, sampling_params, use_tqdm, lora_request, priority)
 
     def chat(
         self,
@@ -220,9 +221,11 @@ class LLM(PooledCalls):
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         use_tqdm: bool | Callable[..., Any],
         lora_request: AdapterChoice,
+        priority: Sequence[int] | None = None,
     ) -> list[RequestOutput]:
         self._check_task(GENERATE)
         adapters = one_each(lora_request, len(prompts))
+        priorities = self._priorities(priority, len(prompts))
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
@@ -248,8 +251,19 @@ class LLM(PooledCalls):
         with progress_bar(use_tqdm, len(outputs)) as bar:
             texts = [_text_options(request, one) for request, one in zip(requests, params, strict=True)]
             constraints = [request.constraint for request in requests]
-            self._engine.begin(self._generate(resolved, texts, constraints, adapters, outputs, Progress(bar)))()
+            self._engine.begin(
+                self._generate(resolved, texts, constraints, adapters, priorities, outputs, Progress(bar))
+            )()
         return outputs
+
+    def _priorities(self, given: Sequence[int] | None, count: int) -> list[int]:
+        """Raises ValueError."""
+        found = [0] * count if given is None else list(given)
+        if len(found) != count:
+            raise ValueError(f"{len(found)} priorities for {count} prompts: give one each")
+        if any(found) and self.info.scheduling_policy != "priority":
+            raise ValueError("'priority' is not supported (without scheduling_policy='priority').")
+        return found
 
     def _requests(self, params: Sequence[SamplingParams]) -> list[CompletionRequest]:
         """As a server would get them; those who share parameters share the request. Raises ValueError."""
@@ -277,6 +291,7 @@ class LLM(PooledCalls):
         texts: Sequence[TextOptions],
         constraints: Sequence[tuple[str, Constraint] | None],
         adapters: Sequence[LoRARequest | None],
+        priorities: Sequence[int],
         outputs: Sequence[RequestOutput],
         progress: Progress,
     ) -> None:
@@ -290,7 +305,7 @@ class LLM(PooledCalls):
                 await self._constrained(i, prompt, constraint, keys)
                 for i, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True))
             ]
-            await generate_all(self._engine.client, self.model.tokenizer, prompts, texts, outputs, progress)
+            await generate_all(self._engine.client, self.model.tokenizer, prompts, texts, priorities, outputs, progress)
         finally:
             for key in keys:
                 self._grammars.release(key)

@@ -92,7 +92,7 @@ class ScoringRequestOutput:
 
 @dataclass(slots=True)
 class PoolingOutput:
-    data: Any  # numpy, float32 [width], or [tokens, width]
+    data: Any  # torch, float32 [width], or [tokens, width]
 
 
 @dataclass(slots=True)

@@ -31,9 +31,12 @@ class PatientGeneration(Generation):
     its stop reason."""
 
     def __init__(
-        self, client: Client, tokenizer: Tokenizer, id: str, prompt: Prompt, text: TextOptions, n: int = 1
-    ) -> None:
-        super().__init__(client, Nobody(), tokenizer, [prompt], arrival=time.monotonic(), n=n, text=text)
+        self, client: Client, tokenizer: Tokenizer, id: str, prompt: Prompt, text: TextOptions, n: int = 1,
+        priority: int = 0,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            client, Nobody(), tokenizer, [prompt], arrival=time.monotonic(), n=n, text=text, priority=priority
+        )
         self.id = id
         self.prompt = prompt
 

@@ -23,6 +23,7 @@ from ..generation.pooling import pooled_values, pooling_of
 from ..generation.scores import activated, activation_of, check_scores_pairs, cosine, encode_pair, score
 from ..generation.tasks import CLASSIFY, EMBED, REWARD, check_task
 from ..options.keywords import in_keywords
+from ..options.text import POOLING_TASKS
 from ..text.model import TextModel
 from ..text.pairs import PairEncoder
 from ..wire.scores import ScoreRequest
@@ -87,21 +88,17 @@ class PooledCalls:
         self._check_task(EMBED, CLASSIFY, REWARD)
         params, info, model = pooling_params or PoolingParams(), self.info, self.model
         request = params.request()
-        if pooling_task not in (
-            None,
-            "encode",
-            "embed",
-            "classify",
-            "token_embed",
-            "token_classify",
-            "score",
-            "reward",
-        ):
+        if pooling_task not in (None, *POOLING_TASKS):
             raise ValueError(f"pooling_task is {pooling_task!r}: choose embed, classify, token_embed or token_classify")
+        if None not in (pooling_task, params.task) and pooling_task != params.task:
+            raise ValueError(
+                f"pooling_task is {pooling_task!r}, and pooling_params have {params.task!r}: leave one out"
+            )
+        task = pooling_task or params.task
 
         def resolved() -> tuple[Pooling, list[Prompt]]:
             normalize, dimensions = request.is_normalized, request.dimensions
-            pooling = pooling_of(pooling_task, model, info, normalize=normalize, dimensions=dimensions)
+            pooling = pooling_of(task, model, info, normalize=normalize, dimensions=dimensions)
             limited = of_embeddings(model, info) if EMBED in info.tasks else info
             inputs = self._inputs(prompts, model.pooling.prefix if EMBED in info.tasks else "")
             return pooling, resolve_pooled(request, inputs, pooling, model, limited, param="input", is_text=False)
@@ -109,14 +106,14 @@ class PooledCalls:
         pooling, found = self._checked(resolved)
 
         def output(id: str, choice: EmbeddingChoice, vector: bytes) -> PoolingRequestOutput:
-            import numpy as np  # slow
+            import torch  # slow
 
             token_ids = list(choice.prompt.token_ids)
             values = pooled_values(
                 vector, token_ids, pooling, info, model.pooling,
                 activation=activation_of(params.use_activation, model, info), normalize=request.is_normalized,
             )  # fmt: skip
-            data = PoolingOutput(np.asarray(values, np.float32))
+            data = PoolingOutput(torch.tensor(values, dtype=torch.float32))
             return PoolingRequestOutput(id, data, token_ids, choice.num_cached_tokens)
 
         return self._pool(found, use_tqdm, output)

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from ..errors import ApiError
 from ..options.hint import did_you_mean
+from ..options.text import POOLING_TASKS
 from ..wire.embeddings import EmbeddingRequest
 from ..wire.requests import CompletionRequest
 from ..wire.validation import first_error
@@ -47,6 +48,8 @@ class StructuredOutputsParams(_Params):
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    backend: str | None = None  # vLLM's name of one; the one that fits is taken
+    disable_fallback: bool = False
 
 
 GuidedDecodingParams = StructuredOutputsParams  # vLLM's older name
@@ -153,6 +156,7 @@ class PoolingParams(_Params):
     use_activation: bool | None = (
         None  # of classes and scores: False = logits; of embeddings: another name of normalize
     )
+    task: str | None = None  # of `encode`, as its pooling_task
 
     def __post_init__(self) -> None:
         self.request()
@@ -160,7 +164,10 @@ class PoolingParams(_Params):
     def request(self) -> EmbeddingRequest:
         """As a server would get it, with an input that stands for any. Raises ValueError."""
         try:
-            return validate(EmbeddingRequest, {"input": [0], **dataclasses.asdict(self)})
+            values = {name: value for name, value in dataclasses.asdict(self).items() if name != "task"}
+            if self.task not in (None, *POOLING_TASKS):
+                raise ValueError(f"task is {self.task!r}: choose one of {', '.join(POOLING_TASKS)}.")
+            return validate(EmbeddingRequest, {"input": [0], **values})
         except ValueError as error:
             raise ValueError(f"PoolingParams: {error}") from None
 

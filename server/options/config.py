@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from ...engine.errors import ConfigError
 from ...engine.options.option import SECONDS, Bounds, check_options, option
 from .adapters import AdapterConfig
+from .batches import BatchConfig
 from .http import HttpConfig
 from .logs import LogConfig
 from .text import TextConfig
@@ -32,7 +33,7 @@ def _metric_name(prefix: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig):
+class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig, BatchConfig):
     host: str = option("0.0.0.0", "address to listen on", group="server")
     port: int = option(8000, "port to listen on", group="server", bounds=Bounds(0, 65535, zero="any free one"))
     api_server_count: int = option(

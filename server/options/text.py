@@ -6,7 +6,7 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ...engine.errors import ConfigError
 from ...engine.link.sampling_params import POOLINGS
@@ -27,18 +27,20 @@ _INTEGERS = ("top_k", "max_new_tokens")
 _STRUCTURED: dict[str, tuple[type, str]] = {
     "disable_any_whitespace": (bool, ""),
     "disable_additional_properties": (bool, ""),
-    "backend": (str, ""),  # one of _BACKENDS
+    "backend": (str, ""),  # one of BACKENDS
     "disable_fallback": (bool, ""),
     "reasoning_parser": (str, "use --reasoning-parser"),
     "enable_in_reasoning": (bool, "a grammar begins where the reasoning ends: leave it out"),
 }
-_BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")  # vLLM's; the one that fits is taken
+BACKENDS = ("auto", "xgrammar", "guidance", "outlines", "lm-format-enforcer")  # vLLM's; the one that fits is taken
+PoolingTask = Literal["embed", "classify", "token_embed", "token_classify", "encode", "score", "reward"]
+POOLING_TASKS = get_args(PoolingTask)
 # Of --pooler-config: vLLM's names, older and present, and what they set.
 _POOLER = {
     "pooling_type": ("pooling",), "seq_pooling_type": ("pooling",), "tok_pooling_type": ("by_token",),
     "normalize": ("normalize",), "use_activation": ("normalize", "activate"), "activation": ("activate",),
     "softmax": ("activate",), "dimensions": ("dimensions",), "enable_chunked_processing": ("chunked",),
-    "max_embed_len": ("longest",), "step_tag_id": ("step_tag",),
+    "max_embed_len": ("longest",), "step_tag_id": ("step_tag",), "task": ("task",),
 }  # fmt: skip
 # Variables of chat templates that requests set by fields of their own.
 RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt", "continue_final_message",
@@ -98,8 +100,8 @@ class TextConfig:
         None, "JSON object on vectors and classes, as vLLM has it: pooling_type (LAST, MEAN, CLS), use_activation "
         "(false: embeddings of any length, logits of classes) or normalize (of embeddings alone), dimensions (of "
         "requests that say none), enable_chunked_processing (texts beyond the context: the mean of their pieces), "
-        "max_embed_len, step_tag_id (the token that ends a step, of models that rate steps)",
-        group="text", is_json=True,
+        "max_embed_len, step_tag_id (the token that ends a step, of models that rate steps), task (of /pooling and "
+        "`LLM.encode` where they say none: embed, classify, token_embed, token_classify)", group="text", is_json=True,
     )  # fmt: skip
     override_pooler_config: str | None = option(None, "the same, by vLLM's older name", group="text", is_json=True)
     generation_config: str = option(
@@ -180,7 +182,7 @@ class TextConfig:
     def pooled(self) -> dict[str, Any]:
         """Fields of PoolingDefaults that --pooler-config alone can say. Raises ConfigError."""
         asked = self._pooler()[1]
-        found = {name: asked[name] for name in ("activate", "dimensions", "step_tag") if name in asked}
+        found = {name: asked[name] for name in ("activate", "dimensions", "step_tag", "task") if name in asked}
         return found | {"longest": self.embed_limit()}
 
     def _pooler(self) -> tuple[str, dict[str, Any]]:
@@ -213,8 +215,8 @@ class TextConfig:
             kind, remedy = _STRUCTURED[name]
             if not isinstance(value, kind):
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: it must be {_KINDS[kind]}")
-            if name == "backend" and value not in _BACKENDS:
-                raise ConfigError(f"{flag} has backend {value!r:.60}: choose one of {', '.join(_BACKENDS)}")
+            if name == "backend" and value not in BACKENDS:
+                raise ConfigError(f"{flag} has backend {value!r:.60}: choose one of {', '.join(BACKENDS)}")
             if remedy and value:
                 raise ConfigError(f"{flag} has {name} {value!r:.60}: {remedy}")
         return {name: value for name, value in content.items() if isinstance(value, bool)}
@@ -229,6 +231,8 @@ def _pooler_problem(key: str, value: Any) -> str | None:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             return "it must be an integer of at least 1" if least else "it must be the id of a token"
         return None
+    if key == "task":
+        return None if value in POOLING_TASKS else f"choose one of {', '.join(POOLING_TASKS)}"
     kinds = _BY_TOKEN if key == "by_token" else POOLINGS
     return None if str(value).lower() in (*kinds, *_BY_TOKEN) else f"choose one of {', '.join(kinds).upper()}"
 

@@ -216,6 +216,8 @@ _ALIKE = (
     ("/tokenize, /v1/chat/completions/render and the like are always there", ANY, "enable-scale-out"),
     ("what is to be strict, requests say: \"strict\" of a tool", "auto", "tool-strict-level="),
     ("requests say it: \"reasoning_effort\", \"thinking\"", ANY, "anthropic-disabled-thinking-effort="),
+    ("a budget of thinking needs no markers: the model's format says where reasoning begins and ends, and "
+     "--reasoning-parser names another", ANY, "reasoning-config={}"),
     ("efforts reach the chat template as requests name them: leave it out", "{}", "reasoning-effort-map={}"),
     ("the chat template of the model's folder says the format", ANY, "cohere-format= cohere-is-reasoning-model"),
     ("metrics are at /metrics, all of them: docs/running/observe.md", ANY,

@@ -35,15 +35,18 @@ from .metrics import RouterMetrics
 logger = logging.getLogger(__name__)
 
 PROBES = ("/health", "/livez", "/readyz", "/ping")
-OTHERS = frozenset(("/tokenize", "/detokenize", "/classify", "/pooling", "/score", "/rerank", "/invocations"))
+OTHERS = frozenset((
+    "/tokenize", "/detokenize", "/classify", "/pooling", "/score", "/rerank", "/invocations", "/inference/v1/generate",
+))  # fmt: skip
 ONE_MODEL = "/v1/models/"
+LISTS = ("/v1/chat/completions", "/v1/files", "/v1/batches")  # of what one server has stored
 # What one server made, others do not know.
-_IDS = re.compile(r"/v1/(?:responses|chat/completions|requests)/([^/]+)")
-_VERBS = frozenset(("render", "batch", "input_tokens", "compact"))
+_IDS = re.compile(r"/v1/(?:responses|chat/completions|requests|files|batches)/([^/]+)")
+_VERBS = frozenset(("render", "derender", "batch", "input_tokens", "compact"))
 # Of the answer itself: what stands further in may be the client's own words.
 _MADE = re.compile(
     rb'(?:event: ?[\w.]{1,64}\r?\n)?(?:data: ?)?\{\s*(?:"(?:type|sequence_number)": ?[\w."]{1,64},\s*)*'
-    rb'(?:"response": ?\{\s*)?"id": ?"((?:resp_|chatcmpl-)[\w.:-]{1,%d})"' % MAX_ID_LENGTH
+    rb'(?:"response": ?\{\s*)?"id": ?"((?:resp_|chatcmpl-|file-|batch_)[\w.:-]{1,%d})"' % MAX_ID_LENGTH
 )
 _NOT_SENT = frozenset((
     b"host", b"content-length", b"x-request-id", b"expect", TAG_HEADER.encode(), b"forwarded", b"x-forwarded-for",
@@ -325,8 +328,8 @@ def _is_routed(path: str, method: str) -> bool:
     cancels = path == "/abort_request" or path.startswith("/v1/requests/")
     if is_admin_path(path) and not cancels:
         return False
-    if path == "/v1/chat/completions" and method == "GET":
-        return False  # a list of what one server has stored
+    if path in LISTS and method == "GET":
+        return False
     return path.startswith(("/v1/", "/v2/")) or path in OTHERS or cancels
 
 

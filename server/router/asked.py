@@ -23,6 +23,7 @@ NUM_LANES = 2  # one of them for bodies below a MiB
 _TEXTS = (
     "tools", "system", "instructions", "messages", "prompt", "input", "query", "documents", "text_1", "text_2", "texts",
 )  # fmt: skip
+_MADE = ("previous_response_id", "input_file_id")  # ids of what one server has
 _EMPTY = (b"null", b'""', b"[]", b"{}", b"false", b"0")
 
 
@@ -80,9 +81,8 @@ def read(body: bytes, who: str = "") -> Asked:
     try:
         # Members stay the bytes that they are: no value is made of what is within.
         members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
-        model, salt, previous, request_id = (
-            _text(members, name) for name in ("model", "cache_salt", "previous_response_id", "request_id")
-        )
+        model, salt, request_id = (_text(members, name) for name in ("model", "cache_salt", "request_id"))
+        made = tuple(filter(None, (_text(members, name) for name in _MADE)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Asked()
     texts = [memoryview(members[name]) for name in _TEXTS if name in members and _small(members, name) not in _EMPTY]
@@ -92,7 +92,7 @@ def read(body: bytes, who: str = "") -> Asked:
     stores = {b"true": True, b"false": False}.get(_small(members, "store"))
     return Asked(
         model or None, prefix_keys(bytes(text), f"{model}\0{salt}\0{who}"), size // BYTES_PER_TOKEN,
-        ids=(previous,) if previous else (), request_id=request_id,
+        ids=made, request_id=request_id,
         stores=True if _small(members, "background") == b"true" else stores,
     )  # fmt: skip
 

@@ -35,6 +35,7 @@ class PoolingDefaults:
     dimensions: int | None = None  # of requests that say none; None: all
     activate: bool = True  # where a request says nothing, classes are probabilities; otherwise logits
     step_tag: int | None = None  # the token that ends a step, for models that rate steps of reasoning
+    task: str | None = None  # of /pooling, where a request says none; None: what the model is for
     longest: int | None = None  # tokens of an input that is embedded in pieces; 0: any number, None: never
 
     @property

@@ -10,14 +10,30 @@ from .answers import ChatCompletion, ChatCompletionChunk, Completion, Completion
 from .answers import Model as OpenAIModel
 from .answers import ModelList as OpenAIModelList
 from .embeddings import EmbeddingRequest
+from .pooled import ClassifyRequest, PoolingRequest
+from .pooled_answers import ClassesList, PooledList, Ranking, ScoreList
 from .requests import ChatRequest, CompletionRequest
+from .scores import RerankRequest, ScoreRequest
 
 
-class Invocation(RootModel[ChatRequest | CompletionRequest | EmbeddingRequest]):
-    """A request of another route: the one that has this field, `messages`, `prompt` or `input`."""
+class Invocation(
+    RootModel[
+        ChatRequest
+        | CompletionRequest
+        | EmbeddingRequest
+        | ClassifyRequest
+        | PoolingRequest
+        | ScoreRequest
+        | RerankRequest
+    ]
+):
+    """A request of another route: the one that has this field, `prompt`, `query` or one of the names of queries; of
+    `messages` and `input` the one for what the model does."""
 
 
-class InvocationAnswer(RootModel[ChatCompletion | Completion | EmbeddingList]):
+class InvocationAnswer(
+    RootModel[ChatCompletion | Completion | EmbeddingList | ClassesList | PooledList | ScoreList | Ranking]
+):
     """As the other route answers."""
 
 

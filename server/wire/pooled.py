@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from ..errors import bad_request
+from ..options.text import PoolingTask
 from ..text import conversation
 from ..text.conversation import Message
 from . import fields
@@ -125,7 +126,7 @@ class EncodedRequest(InputRequest):
     dimensions: int | None = Field(
         None, ge=1, description="only so many of the leading ones (default: what --pooler-config says, or all)"
     )
-    embed_dtype: Literal["float32", "float16", "bfloat16"] | None = Field(
+    embed_dtype: Literal["float32", "float16", "bfloat16", "fp8_e4m3", "fp8_e5m2"] | None = Field(
         None, description="of base64 and bytes (default float32)"
     )
     endianness: Literal["native", "little", "big"] | None = Field(
@@ -165,7 +166,7 @@ class ClassifyRequest(InputRequest):
 
 
 class PoolingRequest(EncodedRequest):
-    task: Literal["embed", "classify", "token_embed", "token_classify", "encode", "score", "reward"] | None = Field(
+    task: PoolingTask | None = Field(
         None,
         description="embed: a vector of each input; classify: its classes; token_embed, token_classify: of each token "
         "(default: what the model is for, of one vector where it has the choice)",

@@ -12,6 +12,7 @@ from .pooled import MAX_INPUTS, PooledRequest
 
 _QUERIES = ("queries", "text_1", "data_1")
 _DOCUMENTS = ("documents", "items", "text_2", "data_2")
+SCORED = _QUERIES  # fields that no other kind of request has
 Texts = str | list[str] | list[dict[str, Any]] | None
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 COMMAND = [sys.executable, "-m", "vserve.server.cli.main", "run-batch"]
@@ -71,7 +75,6 @@ BAD = {
     line("c", stream=True): "has 'stream'",
     line("e", "/v1/embeddings", input="x", encoding_format="bytes"): "has 'encoding_format' bytes: take base64",
     json.dumps({"custom_id": "d", "url": TEXT}): "has no 'body'",
-    line("d", prompt="x", url=TEXT): "line 9 of - has the custom_id 'd' of an earlier line",
 }
 
 
@@ -89,10 +92,37 @@ def test_bad_lines_need_no_model(tmp_path: Path, monkeypatch: Any, capsys: Any) 
     text = "\n".join(BAD).encode("latin-1")
     assert batch(text, monkeypatch, "/no/such/model", "-o", str(out)) == 0
     answers = [json.loads(answer) for answer in out.read_text().splitlines()]
-    assert [answer["custom_id"] for answer in answers] == [None, None, None, "a", "b", "c", "e", "d", "d"]
+    assert [answer["custom_id"] for answer in answers] == [None, None, None, "a", "b", "c", "e", "d"]
     for answer, message in zip(answers, BAD.values(), strict=True):
         assert answer["response"] is None and message in answer["error"]["message"]
-    assert capsys.readouterr().err == "9 requests, 9 of them refused or failed\n"
+    assert capsys.readouterr().err == "8 requests, 8 of them refused or failed\n"
+
+
+@pytest.mark.slow
+def test_two_lines_of_one_name_and_metrics_meanwhile(tmp_path: Path) -> None:
+    """As vLLM's own files have it: both are answered, and a line says so."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    text = "\n".join(line("twice", **question(i), max_tokens=40) for i in range(40))
+    command = [*COMMAND, "-i", "-", "-o", str(tmp_path / "out"), "--enable-metrics", "--host", "127.0.0.1", "--port",
+               str(port), "--device", "cpu", "--cpu-threads", "1", "--max-concurrency", "1"]  # fmt: skip
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stderr is not None
+        process.stdin.write(text)
+        process.stdin.close()
+        page = httpx.Response(503)
+        while page.status_code != 200 and process.poll() is None:
+            time.sleep(0.05)
+            with contextlib.suppress(httpx.HTTPError):
+                page = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=30)
+                other = httpx.get(f"http://127.0.0.1:{port}/v1/models", timeout=30)
+        told = process.stderr.read()
+    assert process.returncode == 0, told
+    assert page.status_code == 200 and "vllm:num_requests_running" in page.text
+    assert other.status_code == 404 and "only /metrics" in other.text
+    assert "39 lines have the custom_id of an earlier one" in told
+    assert len((tmp_path / "out").read_text().splitlines()) == 40
 
 
 def test_a_file_of_nothing(monkeypatch: Any, capsys: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -195,6 +196,27 @@ def test_stored_chats_fit(server: Any, document: dict[str, Any]) -> None:
         body = {"metadata": {"a": "b"}} if method == "post" else None
         answer = httpx.request(method, f"{url}/{id}{end}", json=body)
         route = "/v1/chat/completions/{completion_id}" + end
+        check(document, schema_of(document, route, method, str(answer.status_code)), answer.json())
+    assert answer.status_code == 404
+
+
+def test_files_and_batches_fit(server: Any, document: dict[str, Any]) -> None:
+    line = {"custom_id": "a", "url": "/v1/chat/completions", "body": {"messages": HI, "max_tokens": 1}}
+    upload = {"file": ("in.jsonl", json.dumps(line).encode())}
+    made = httpx.post(f"{server.url}/v1/files", files=upload, data={"purpose": "batch"}, timeout=240)
+    check(document, schema_of(document, "/v1/files", "post"), made.json())
+    body = {"input_file_id": (id := made.json()["id"]), "endpoint": line["url"]}
+    batch = httpx.post(f"{server.url}/v1/batches", json=body, timeout=240)
+    check(document, schema_of(document, "/v1/batches", "post"), batch.json())
+    while httpx.get(f"{server.url}/v1/batches/{batch.json()['id']}").json()["status"] != "completed":
+        time.sleep(0.05)
+    for method, route, path in (
+        ("get", "/v1/batches", ""), ("get", "/v1/batches/{batch_id}", f"/{batch.json()['id']}"),
+        ("post", "/v1/batches/{batch_id}/cancel", f"/{batch.json()['id']}/cancel"), ("get", "/v1/files", ""),
+        ("get", "/v1/files/{file_id}", f"/{id}"), ("delete", "/v1/files/{file_id}", f"/{id}"),
+        ("get", "/v1/files/{file_id}", f"/{id}"), ("get", "/v1/files/{file_id}/content", f"/{id}/content"),
+    ):  # fmt: skip
+        answer = httpx.request(method, f"{server.url}{'/'.join(route.split('/')[:3])}{path}")
         check(document, schema_of(document, route, method, str(answer.status_code)), answer.json())
     assert answer.status_code == 404
 

@@ -360,9 +360,9 @@ def test_offline_classes(classifier: tuple[Path, Any]) -> None:
             assert output.outputs.probs == near(wanted.softmax(0))
         raw = PoolingParams(use_activation=False)
         (output,) = llm.encode([ids[1]], raw, use_tqdm=False)
-        assert isinstance(output, PoolingRequestOutput) and output.outputs.data == near(logits[1], 10)
+        assert isinstance(output, PoolingRequestOutput) and output.outputs.data.tolist() == near(logits[1], 10)
         (output,) = llm.reward([ids[2]], pooling_params=raw, use_tqdm=False)
-        assert torch.allclose(torch.from_numpy(output.outputs.data), each, atol=1e-4)
+        assert torch.allclose(output.outputs.data, each, atol=1e-4)
         (cut,) = llm.classify([ids[2]], pooling_params=PoolingParams(truncate_prompt_tokens=4), use_tqdm=False)
         assert cut.prompt_token_ids == [8] * 4
         for call, words in (
@@ -387,7 +387,7 @@ def test_a_pooler_config_says_what_requests_leave_open(tiny_model: Any) -> None:
         with torch.inference_mode():
             (logit,) = Classifier.from_pretrained(folder, dtype=torch.float32)(torch.tensor([ids])).logits[0]
         assert llm.classify("hello there", use_tqdm=False)[0].outputs.probs == near([float(logit)], 10)
-        assert llm.encode("hello there", use_tqdm=False)[0].outputs.data == near([float(logit)], 10)
+        assert llm.encode("hello there", use_tqdm=False)[0].outputs.data.tolist() == near([float(logit)], 10)
         on = PoolingParams(use_activation=True)
         asked = llm.classify("hello there", pooling_params=on, use_tqdm=False)[0].outputs.probs
         assert asked == near([float(logit.sigmoid())])
@@ -395,7 +395,16 @@ def test_a_pooler_config_says_what_requests_leave_open(tiny_model: Any) -> None:
         assert scored == pytest.approx(float(torch.tensor(raw).sigmoid()), abs=TOLERANCE)
         with pytest.raises(ValueError, match="'data_1' must be a text or a list of texts"):
             llm.score({"content": [{"type": "text", "text": "a"}]}, "b")  # type: ignore[arg-type]
-    with offline(folder, convert="embed", pooler_config={"dimensions": 16}) as llm:
+    with offline(folder, convert="embed", pooler_config={"dimensions": 16, "task": "token_embed"}) as llm:
+        (states,) = (one.outputs.data for one in llm.encode("hello there", use_tqdm=False))
+        assert states.shape == (len(ids), llm.info.hidden_size) and torch.cat([states, states]).dtype == torch.float32
+        for asked in ({"pooling_task": "embed"}, {"pooling_params": PoolingParams(task="embed")}):
+            (vector,) = llm.encode("hello there", use_tqdm=False, **asked)  # type: ignore[arg-type]
+            assert vector.outputs.data.shape == (16,)
+        with pytest.raises(ValueError, match="pooling_task is 'classify', and pooling_params have 'embed'"):
+            llm.encode("a", PoolingParams(task="embed"), pooling_task="classify")
+        with pytest.raises(ValueError, match="PoolingParams: task is 'plugin': choose one of embed, classify"):
+            PoolingParams(task="plugin")
         (output,) = llm.embed("hello there", use_tqdm=False)
         assert output.outputs.hidden_size == len(output.outputs.embedding) == 16
         (more,) = llm.embed("hello there", pooling_params=PoolingParams(dimensions=32), use_tqdm=False)
@@ -435,7 +444,7 @@ def test_offline_scores(generator: tuple[Path, Any], embedder: tuple[Path, Any])
             outputs = llm.score(QUERY, documents, use_tqdm=False)
             assert [output.outputs.score for output in outputs] == near([float(query @ other) for other in others])
         (output,) = llm.encode(QUERY, use_tqdm=False, pooling_task="embed")
-        assert output.outputs.data == near(query)
+        assert output.outputs.data.tolist() == near(query)
         assert llm.generate("a", use_tqdm=False)[0].outputs[0].token_ids
 
 
@@ -448,7 +457,7 @@ def test_offline_the_default_prompt_stands_before_texts(embedder: tuple[Path, An
     with offline(folder) as llm:
         found, plain = llm.embed([QUERY, ids], use_tqdm=False)
         assert found.outputs.embedding == near(one) and plain.outputs.embedding == near(vector(embedder, QUERY))
-        assert llm.encode(QUERY, use_tqdm=False)[0].outputs.data == near(one)
+        assert llm.encode(QUERY, use_tqdm=False)[0].outputs.data.tolist() == near(one)
         assert llm.score(QUERY, DOCUMENTS[0], use_tqdm=False)[0].outputs.score == near(float(one @ other))
         template = "{% for m in messages if m.role in ('query', 'document') %}{{ m.content }}{% endfor %}"
         (scored,) = llm.score(QUERY, DOCUMENTS[0], chat_template=template, use_tqdm=False)
@@ -476,10 +485,10 @@ def test_steps_of_reasoning(tiny_model: Any, tmp_path: Path) -> None:
         wanted = torch.nn.functional.linear(inner, head["score.2.weight"], head["score.2.bias"]).softmax(1)
     with offline(folder, pooler_config={"pooling_type": "STEP", "step_tag_id": 299}) as llm:
         (output,) = llm.reward([prompt], use_tqdm=False)
-        assert torch.allclose(torch.from_numpy(output.outputs.data), wanted[[2, 6]], atol=TOLERANCE)
+        assert torch.allclose(output.outputs.data, wanted[[2, 6]], atol=TOLERANCE)
     with offline(folder) as llm:
         (output,) = llm.reward([prompt], use_tqdm=False)
-        assert torch.allclose(torch.from_numpy(output.outputs.data), wanted, atol=TOLERANCE)
+        assert torch.allclose(output.outputs.data, wanted, atol=TOLERANCE)
 
 
 @pytest.mark.slow

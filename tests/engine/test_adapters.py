@@ -278,6 +278,7 @@ def test_broken_adapters_are_refused_in_one_line(
         (write(tmp_path / "b", deep), "which the model does not have: it is of another base"),
         (write(tmp_path / "c", base, use_dora=True), "serve it with --merge-lora"),
         (write(tmp_path / "d", base, whole=["lm_head"]), "has lm_head.weight whole (modules_to_save)"),
+        (write(tmp_path / "f", base, modules_to_save=["lm_head", "score"]), "lacks lm_head, which its modules_to_save"),
         (tmp_path / ("x" * 300), "is no path ("),
         (Path("~no-such-user/a"), "is no path ("),
         (write(tmp_path / "e", base, rank=20), "has the rank 20, and at most 16 fit: raise --max-lora-rank"),
@@ -347,6 +348,8 @@ def test_what_cannot_be_merged_is_said_in_one_line(
     ):
         with pytest.raises(ConfigError, match=words):
             EngineConfig("m", **wrong)
+    slots = [EngineConfig("m", enable_lora=True, max_cpu_loras=kept).adapter_slots for kept in (None, 2, 9)]
+    assert slots == [4, 2, 4]  # those that nobody names follow what the host keeps
     assert EngineConfig("m", qlora_adapter_name_or_path="/b").merge_lora == "/b"
 
 

@@ -53,6 +53,21 @@ def test_numbers_have_no_bytes(embedding_client: Any, engine: Any) -> None:
     assert len(engine.submitted) == 1
 
 
+@pytest.mark.parametrize("dtype", ["fp8_e4m3", "fp8_e5m2"])
+def test_a_byte_a_number_is_what_torch_makes_of_it(dtype: str, embedding_client: Any) -> None:
+    """Every number of the format, what lies between two of them and next to that, and beyond them."""
+    kind = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[dtype]
+    there = torch.arange(256, dtype=torch.uint8).view(kind).float()
+    there = there[there.isfinite()].sort().values
+    between = (there[1:] + there[:-1]) / 2
+    around = [torch.nextafter(between, torch.tensor(end)) for end in (-torch.inf, torch.inf)]
+    values = torch.cat([there, between, *around, torch.tensor([460.0, 479.0, 500.0, 1e6, -1e6, 61440.0, 65000.0, 0.0])])
+    assert packed(values.numpy().tobytes(), dtype, False) == values.to(kind).view(torch.uint8).numpy().tobytes()
+    body = {"input": "a", "encoding_format": "base64", "embed_dtype": dtype}
+    answer = embedding_client.post("/v1/embeddings", body).json()["data"][0]["embedding"]
+    assert b64decode(answer) == torch.tensor(VALUES).to(kind).view(torch.uint8).numpy().tobytes()
+
+
 def test_what_float16_cannot_hold() -> None:
     assert struct.unpack("<2e", packed(struct.pack("<2f", 1e6, 1.0), "float16", False)) == (float("inf"), 1.0)
 

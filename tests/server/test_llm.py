@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -54,6 +55,29 @@ def greedy(oracle: Any, token_ids: list[int], count: int) -> list[int]:
         output = oracle.generate(torch.tensor([token_ids]), do_sample=False, max_new_tokens=count, pad_token_id=0)
     tokens: list[int] = output[0, len(token_ids) :].tolist()
     return tokens
+
+
+def test_priorities_and_options_of_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's keywords: one priority each, where the engine heeds them, and what of a grammar a request may say."""
+    params = SamplingParams(temperature=0, max_tokens=1)
+    for given, words in ([1], "1 priorities for 2 prompts"), ([0, 1], "without scheduling_policy='priority'"):
+        with pytest.raises(ValueError, match=words):
+            llm.generate([[5], [6]], params, use_tqdm=False, priority=given)
+    client, sent = llm._engine.client, []
+    submit = client.submit_choices
+
+    def spied(*values: Any, **keywords: Any) -> Any:
+        sent.append(keywords["priority"])
+        return submit(*values, **keywords)
+
+    monkeypatch.setattr(client, "submit_choices", spied)
+    monkeypatch.setattr(type(llm), "info", msgspec.structs.replace(llm.info, scheduling_policy="priority"))
+    llm.generate([[5], [6]], params, use_tqdm=False, priority=[3, -1])
+    assert sent == [3, -1]
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    form = StructuredOutputsParams(json=schema, backend="xgrammar", disable_additional_properties=True)
+    (output,) = llm.generate([[5]], SamplingParams(max_tokens=80, structured_outputs=form), use_tqdm=False)
+    assert list(json.loads(output.outputs[0].text)) == ["a"]
 
 
 def idle(llm: LLM) -> bool:
@@ -306,6 +330,10 @@ def test_prompts_that_cannot_be(llm, prompt, message):
         ({"prompt_logprobs": -2}, "'prompt_logprobs' must be at least -1"),
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "'structured_outputs' must have exactly one of"),
         ({"structured_outputs": StructuredOutputsParams()}, "'structured_outputs' must have exactly one of"),
+        (
+            {"structured_outputs": {"json": {}, "backend": "x"}},
+            "'structured_outputs.backend' is 'x'; choose one of auto",
+        ),
         ({"repetition_detection": {"max_pattern_size": 3}}, "'repetition_detection.min_count' must be at least 2"),
         ({"thinking_token_budget": 5}, "'thinking_token_budget' is not supported"),
         ({"output_kind": RequestOutputKind.DELTA}, "'output_kind' is not supported"),

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
+from fastapi import Response
+
+from vserve.server.api import chat, classify, embeddings, scores
 
 HI = [{"role": "user", "content": "Hi"}]
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
@@ -21,6 +25,39 @@ def test_invocations_are_what_their_fields_say(client: Any, engine: Any) -> None
     assert client.post("/invocations", {"input": "a", "model": "other"}).status_code == 404  # of embeddings
     large = client.post("/invocations", {"prompt": "a", "user": "u" * 200_000})
     assert large.status_code == 400 and large.json()["error"]["param"] == "user"
+
+
+@pytest.mark.parametrize(
+    ("tasks", "by_token", "body", "id"),
+    [
+        (("embed",), False, {"input": "a"}, ""),
+        (("embed",), False, {"messages": HI}, ""),
+        (("embed",), False, {"input": "a", "task": "token_embed"}, "pool-"),
+        (("classify",), False, {"input": "a"}, "classify-"),
+        (("classify",), False, {"messages": HI}, "classify-"),
+        (("classify",), True, {"input": "a"}, "pool-"),
+        (("reward",), False, {"input": "a"}, "classify-"),
+        (("classify",), False, {"text_1": "a", "text_2": ["b", "c"]}, "score-"),
+        (("embed",), False, {"queries": "a", "documents": ["b", "c"]}, "score-"),
+        (("classify",), False, {"query": "a", "documents": ["b", "c"]}, "rerank-"),
+        (("generate", "embed"), False, {"messages": HI}, "chatcmpl-"),
+    ],
+)
+def test_invocations_are_what_the_model_does(
+    client: Any, engine: Any, monkeypatch: pytest.MonkeyPatch, tasks: Any, by_token: bool, body: Any, id: str
+) -> None:
+    """As SageMaker asks, which knows no other route: each is a request of the route that is for it."""
+    engine.info = msgspec.structs.replace(engine.info, tasks=tasks, by_token=by_token, labels=("x",), hidden_size=4)
+    prefixes: list[str] = []
+
+    async def answered(dialect: Any) -> Response:
+        prefixes.append(dialect.id_prefix)
+        return Response(b"{}")
+
+    for module in (chat, classify, embeddings, scores):
+        monkeypatch.setattr(module, "answer", answered)
+    assert client.post("/invocations", body).status_code == 200
+    assert prefixes == [id]
 
 
 @pytest.mark.parametrize("body", [{}, [], {"text": "a"}, {"messages": HI, "prompt": "a"}])

@@ -91,7 +91,8 @@ NEWEST = """
     numa-bind-cpus numa-bind-nodes offload-backend offload-group-size offload-num-in-group offload-params
     offload-prefetch-step optimization-level per-request-spec-decode-metrics port prefill-context-parallel-size
     prefill-schedule-interval prefix-cache-retention-interval prefix-caching-hash-algo prefix-match-unit
-    profiler-config quantization-config reasoning-effort-map reasoning-parser-plugin replayssm-buffer-len
+    profiler-config quantization-config reasoning-config reasoning-effort-map reasoning-parser-plugin
+    replayssm-buffer-len
     response-role return-sampling-mask return-tokens-as-token-ids root-path safetensors-prefetch-block-size
     safetensors-prefetch-num-threads scheduler-reserve-full-isl shutdown-timeout sleep-mode-backend
     sleep-mode-offload-cudagraph sleep-preserve-parameter-names sparse-indexer-topk-backend spec-method

@@ -259,6 +259,7 @@ def test_structured_outputs_that_are_not_built(config: str, message: str) -> Non
             "has normalize True, and False too: leave one out",
         ),
         (["--pooler-config.normalize", "2"], "has normalize 2: it must be true or false"),
+        (["--pooler-config.task", "plugin"], "has task 'plugin': choose one of embed, classify, token_embed"),
         (["--pooler-config", "[]"], "is no JSON object: give one such as"),
         (
             ["--pooler-config.pooling_type=MEAN", "--pooling", "cls"],
@@ -280,6 +281,8 @@ def test_what_a_pooler_config_sets() -> None:
         return ServerConfig(pooler_config=json.dumps(config)).pooled()
 
     assert pooled() == {"longest": None}
+    assert pooled(task="token_embed") == {"task": "token_embed", "longest": None}
+    assert read_flags(parse("/m", "--pooler-config.task", "embed"))[1].pooled()["task"] == "embed"
     assert pooled(tok_pooling_type="ALL", dimensions=8) == {"dimensions": 8, "longest": None}
     for name in ("use_activation", "activation", "softmax"):
         assert pooled(**{name: False}) == {"activate": False, "longest": None}

@@ -1,0 +1,176 @@
+"""Token ids in, token ids out, as vLLM has it: /inference/v1/generate, and what makes text of its answers."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from ..errors import bad_request, unsupported
+from . import fields
+from .answers import Schema
+from .requests import MAX_CHOICES, ChatRequest, CompletionRequest, StreamOptions
+from .validation import validated
+
+# Of vLLM's sampling parameters, what says how its own answer is made, and of a rendered prompt, what is for people.
+_UNREAD = frozenset(("detokenize", "output_kind", "skip_clone", "flat_logprobs"))
+_RENDERED = frozenset(("prompt", "prompt_token_ids", "count", "max_model_len", "token_offsets"))
+MAX_RESPONSES = fields.MAX_PROMPTS
+
+
+class TokensRequest(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+
+    token_ids: list[int] = Field(description="the prompt")
+    sampling_params: dict[str, Any] = Field(description="fields of a completion, such as max_tokens and logprobs")
+    request_id: str | None = Field(None, min_length=1, max_length=1024, description="what the answer is called")
+    model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
+    stream: bool | None = Field(None, description="answer as server-sent events")
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="the prompt's ids too")
+    output_mode: Literal["tokens", "text"] | None = Field(None, description="text: beside the ids (default tokens)")
+    cache_salt: str | None = Field(
+        None, min_length=1, max_length=1024, description="cached prefixes are shared only where this is equal"
+    )
+    priority: int | None = Field(None, description="lower runs sooner, with --scheduling-policy priority")
+    features: None = Field(None, description="pictures are not supported")
+    kv_transfer_params: None = Field(None, description="not supported")
+
+    @field_validator("token_ids", mode="plain", json_schema_input_type=list[int])
+    @classmethod
+    def _token_ids(cls, value: Any) -> list[int]:
+        if not fields.are_integers(value) or not value:
+            raise bad_request("'token_ids' must be a list of token ids that is not empty.", "token_ids", "invalid_type")
+        ids: list[int] = value
+        return ids
+
+    @field_validator("features", "kv_transfer_params", mode="before")
+    @classmethod
+    def _nothing(cls, value: Any, info: Any) -> None:
+        if value is not None:
+            raise unsupported(info.field_name)
+
+    def completion(self) -> CompletionRequest:
+        """What it amounts to. Raises ApiError (400)."""
+        given = {name: value for name, value in self.sampling_params.items() if name not in _UNREAD}
+        for name in ("prompt", "stream", "echo"):
+            if name in given:
+                raise bad_request(f"'sampling_params' has '{name}', which is none: leave it out.", "sampling_params")
+        same = ("model", "request_id", "stream", "stream_options", "cache_salt", "priority")
+        return validated(
+            CompletionRequest,
+            {**given, **{name: getattr(self, name) for name in same if name != "stream_options"},
+             "prompt": [self.token_ids], "return_token_ids": True,
+             "stream_options": None if self.stream_options is None else self.stream_options.model_dump()},
+        )  # fmt: skip
+
+    def ignored_beside(self, completion: CompletionRequest) -> list[str]:
+        """Names of fields that nobody here knows."""
+        own = [name for name in self.model_extra or () if name not in _RENDERED]
+        return own + [f"sampling_params.{name}" for name in completion.ignored]
+
+
+class TokenLogprob(BaseModel):
+    """Of a token that was sampled, or might have been."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    token_id: int = Field(ge=0)
+    logprob: float
+    rank: int | None = None
+
+
+class SampledLogprob(TokenLogprob):
+    top_logprobs: list[TokenLogprob] = Field([], description="the likeliest ones at its place")
+
+
+class TokensLogprobs(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    content: list[SampledLogprob] | None = Field(None, description="one a token")
+
+
+class TokensChoice(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    index: int = Field(ge=0, lt=MAX_CHOICES)
+    token_ids: list[int] | None = None
+    logprobs: TokensLogprobs | None = None
+    finish_reason: str | None = Field("stop", max_length=64)
+
+
+class TokensResponse(BaseModel):
+    """An answer of /inference/v1/generate."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    request_id: str | None = Field(None, max_length=1024)
+    output_mode: Literal["tokens"] = "tokens"
+    choices: list[TokensChoice] = Field(max_length=MAX_CHOICES)
+    prompt_token_ids: list[int] | None = None
+
+
+class DerenderChat(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
+    stream: Literal[False] | None = Field(None, description="whole answers only")
+    generate_response: TokensResponse = Field(description="what /inference/v1/generate has answered")
+    prompt_tokens: int | None = Field(None, ge=0, description="of the prompt, for the usage")
+    prompt_token_ids: list[int] | None = Field(None, description="those that the answer follows, or the last of them")
+    chat_request: ChatRequest | None = Field(
+        None, description="what was asked: with it reasoning and tool calls are read"
+    )
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that nobody here knows."""
+        return list(self.model_extra or ())
+
+
+class DerenderCompletions(BaseModel):
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
+    stream: Literal[False] | None = Field(None, description="whole answers only")
+    generate_responses: list[TokensResponse] = Field(
+        min_length=1, max_length=MAX_RESPONSES, description="what /inference/v1/generate has answered to each prompt"
+    )
+    prompt_tokens: list[int] | None = Field(None, description="of each prompt, for the usage")
+    prompt_token_ids: list[list[int] | None] | None = Field(None, description="those that each answer follows")
+    completion_request: CompletionRequest | None = Field(None, description="what was asked")
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that nobody here knows."""
+        return list(self.model_extra or ())
+
+
+# ---- answers, for the OpenAPI document ----
+class TokensAnswerChoice(BaseModel):
+    index: int
+    token_ids: list[int]
+    text: str | None = Field(None, description="with output_mode text")
+    logprobs: Any = None
+    finish_reason: str | None
+    stop_reason: str | int | None = None
+
+
+class TokensAnswer(Schema):
+    request_id: str
+    created: int
+    model: str
+    output_mode: Literal["tokens", "text"]
+    choices: list[TokensAnswerChoice]
+    usage: Any
+    prompt_logprobs: Any
+    prompt_token_ids: list[int] | None
+    kv_transfer_params: None
+
+
+class TokensChunk(BaseModel):
+    request_id: str
+    output_mode: Literal["tokens", "text"]
+    choices: list[TokensAnswerChoice]
+    usage: Any = None
+    prompt_token_ids: list[int] | None = None

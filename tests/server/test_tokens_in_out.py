@@ -1,0 +1,133 @@
+"""Token ids in, token ids out, and the way there and back: render, generate, derender are one chat."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+HI = [{"role": "user", "content": "Hi"}]
+GENERATE = "/inference/v1/generate"
+
+
+def events(answer: Any) -> list[Any]:
+    lines = [line for line in answer.text.split("\n\n") if line]
+    assert lines.pop() == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
+def test_ids_go_in_and_come_out(client: Any, engine: Any, text_model: Any) -> None:
+    said = [*text_model.tokenizer.encode("Hello world!", False), 2]
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"temperature": 0, "logprobs": 2, "n": 2, "output_kind": 2}}
+    answer = client.post(GENERATE, body)
+    assert answer.status_code == 200 and "x-vserve-ignored-params" not in answer.headers
+    found = answer.json()
+    assert [request.token_ids for request in engine.submitted] == [[5, 6, 7]] * 2
+    assert engine.submitted[0].sampling.max_tokens == 125, "what is left of the context"
+    assert [choice["token_ids"] for choice in found["choices"]] == [said] * 2 and "text" not in found["choices"][0]
+    assert found["choices"][0]["finish_reason"] == "stop" and found["usage"]["completion_tokens"] == 2 * len(said)
+    first = found["choices"][0]["logprobs"]["content"][0]
+    assert (first["token_id"], first["token"], first["logprob"], first["rank"]) == (
+        said[0],
+        f"token_id:{said[0]}",
+        -0.5,
+        1,
+    )
+    assert [one["token_id"] for one in first["top_logprobs"]] == [said[0], 10]
+    text = client.post(GENERATE, body | {"output_mode": "text", "return_token_ids": True}).json()
+    assert text["choices"][0]["text"] == "Hello world!" and text["prompt_token_ids"] == [5, 6, 7]
+    assert text["choices"][0]["logprobs"]["content"][0]["token"] == "Hello"
+
+
+def test_a_stream_of_ids_is_the_whole(client: Any) -> None:
+    body = {"token_ids": [5, 6, 7], "sampling_params": {"seed": 1}, "return_token_ids": True}
+    whole = client.post(GENERATE, body).json()
+    told = events(client.post(GENERATE, {**body, "stream": True, "stream_options": {"include_usage": True}}))
+    assert told[0]["prompt_token_ids"] == [5, 6, 7] and "prompt_token_ids" not in told[1]
+    choices = [choice for chunk in told for choice in chunk["choices"]]
+    assert sum((choice["token_ids"] for choice in choices), []) == whole["choices"][0]["token_ids"]
+    assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
+    assert told[-1]["choices"] == [] and told[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("body", "param"),
+    [
+        ({}, "token_ids"),
+        ({"token_ids": [], "sampling_params": {}}, "token_ids"),
+        ({"token_ids": ["a"], "sampling_params": {}}, "token_ids"),
+        ({"token_ids": [5]}, "sampling_params"),
+        ({"token_ids": [320], "sampling_params": {}}, "prompt"),
+        ({"token_ids": [5], "sampling_params": {"temperature": -1}}, "temperature"),
+        ({"token_ids": [5], "sampling_params": {"prompt": "a"}}, "sampling_params"),
+        ({"token_ids": [5], "sampling_params": {}, "features": {}}, "features"),
+        ({"token_ids": [5] * 200, "sampling_params": {}}, "prompt"),
+    ],
+)
+def test_what_cannot_be_asked(client: Any, engine: Any, body: Any, param: str) -> None:
+    answer = client.post(GENERATE, body)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == param and not engine.submitted
+
+
+def test_a_chat_in_three_steps_is_the_chat(thinking: Any) -> None:
+    """Rendered, generated, derendered, as three servers may do it: the same message, its reasoning and its calls."""
+    thinking.says('<think>Hm.</think>See:<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>')
+    client = thinking.client
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    body = {"messages": HI, "tools": tools, "logprobs": True, "top_logprobs": 1, "temperature": 0}
+    direct = client.post("/v1/chat/completions", body).json()["choices"][0]
+    rendered = client.post("/v1/chat/completions/render", body).json()
+    generated = client.post(GENERATE, rendered)
+    assert generated.status_code == 200 and "x-vserve-ignored-params" not in generated.headers
+    back = {"generate_response": generated.json(), "chat_request": body, "prompt_token_ids": rendered["token_ids"],
+            "prompt_tokens": len(rendered["token_ids"])}  # fmt: skip
+    answer = client.post("/v1/chat/completions/derender", back)
+    assert answer.status_code == 200, answer.text
+    (choice,) = answer.json()["choices"]
+    (call,), (other,) = (one["message"].pop("tool_calls") for one in (choice, direct))
+    assert call["function"] == other["function"] == {"name": "f", "arguments": '{"a": 1}'}
+    assert choice["message"] == direct["message"] and choice["message"]["reasoning"] == "Hm."
+    assert choice["logprobs"] == direct["logprobs"] and choice["finish_reason"] == "tool_calls"
+    assert answer.json()["usage"]["prompt_tokens"] == len(rendered["token_ids"])
+    plain = client.post("/v1/chat/completions/derender", {"generate_response": generated.json()}).json()
+    assert plain["choices"][0]["message"]["content"].startswith("<think>Hm.</think>See:"), "nobody has said what it was"
+
+
+def test_completions_in_three_steps(client: Any) -> None:
+    body = {"prompt": ["a", "b"], "logprobs": 1, "seed": 1, "max_tokens": 3}
+    direct = client.post("/v1/completions", body).json()
+    rendered = client.post("/v1/completions/render", body).json()
+    generated = [client.post(GENERATE, one).json() for one in rendered]
+    back = {"generate_responses": generated, "completion_request": body, "prompt_tokens": [4, 5]}
+    answer = client.post("/v1/completions/derender", back).json()
+    assert [choice["text"] for choice in answer["choices"]] == [choice["text"] for choice in direct["choices"]]
+    assert [choice["logprobs"] for choice in answer["choices"]] == [one["logprobs"] for one in direct["choices"]]
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1] and answer["usage"]["prompt_tokens"] == 9
+
+
+@pytest.mark.parametrize(
+    ("given", "param"),
+    [
+        ({"choices": [{"index": 0, "token_ids": [320]}]}, "token_ids"),
+        ({"choices": [{"index": 0, "token_ids": [5] * 200}]}, "token_ids"),
+        ({"choices": [{"index": 0, "token_ids": [5], "logprobs": {"content": [
+            {"token_id": 5, "logprob": 0.0, "top_logprobs": [{"token_id": -1, "logprob": 0.0}]}]}}]}, None),
+        ({"choices": [{"index": 0, "token_ids": [5, 6], "logprobs": {"content": [
+            {"token_id": 5, "logprob": 0.0}]}}]}, "logprobs"),
+        ({"choices": [{"index": 0, "token_ids": [5]}], "output_mode": "text"}, None),
+        (None, None),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_derendered(client: Any, given: Any, param: str | None) -> None:
+    for path, body in (
+        ("chat/completions", {"generate_response": given}),
+        ("completions", {"generate_responses": [given]}),
+    ):
+        answer = client.post(f"/v1/{path}/derender", body)
+        assert answer.status_code == 400 and param in (None, answer.json()["error"]["param"]), answer.text
+    lacking = client.post(
+        "/v1/completions/derender", {"generate_responses": [{"choices": []}], "prompt_tokens": [1, 2]}
+    )
+    assert lacking.status_code == 400 and "2 entries for 1 generate_responses" in lacking.text
+    assert client.post("/v1/completions/derender", {"generate_responses": [{"choices": []}]}).json()["choices"] == []
