@@ -52,7 +52,7 @@ def _load(file: Path) -> Any:
 _zygote = _load(Path(__file__).with_name("zygote.py"))
 ZYGOTE = _zygote.Zygote()
 _zygote.fork_through(ZYGOTE)
-FORKED = ("clients", "e2e", "server")  # folders whose tests start what it forks
+FORKED = ("clients", "e2e", "engine", "server")  # folders whose tests start what it forks
 
 
 def pytest_sessionfinish() -> None:

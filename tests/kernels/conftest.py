@@ -167,7 +167,7 @@ def rng() -> torch.Generator:
 # `around_wait(kernel)`: its PTX, and the parts of that before, at and after the wait for the kernel before it.
 # `touches(ptx, *places)`: what reads or writes the memory of the parameters at these places, in a part from the start.
 _FOR_HOPPER = """
-import json, os, re, subprocess, sys, tempfile
+import json, os, re, subprocess, sys, tempfile, traceback
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -222,8 +222,14 @@ for line in sys.stdin:
         for descriptor, path in ((1, output), (2, errors)):
             with open(path, "w") as stream:
                 os.dup2(stream.fileno(), descriptor)
-        exec(script)
-        sys.exit()
+        code = 1
+        try:
+            exec(script)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)  # nothing is taken down: that takes longer than most scripts
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
