@@ -32,9 +32,11 @@ def covering(cases: Sequence[Case]) -> list[int]:
 
 
 def lists_of(item: pytest.Function) -> list[list[str]]:
-    """The names of each list: several may be of one, `parametrize("rows, size", …)`."""
+    """The names of each list: several may be of one, `parametrize("rows, size", …)`. A fixture's parameters are one."""
     named = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    return [[one.strip() for one in names.split(",")] if isinstance(names, str) else list(names) for names in named]
+    lists = [[one.strip() for one in names.split(",")] if isinstance(names, str) else list(names) for names in named]
+    known = {name for names in lists for name in names}
+    return lists + [[name] for name in item.callspec.params if name not in known]
 
 
 def mark_the_rest(items: Iterable[Any]) -> None:

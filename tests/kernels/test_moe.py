@@ -55,8 +55,13 @@ def assert_near(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found.float(), wanted, atol=limit * float(wanted.abs().max()), rtol=limit)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("case", SMALL)
+# In fp16 those that differ most: one token, and the largest.
+TWINS = [(case, torch.float32) for case in SMALL] + [
+    pytest.param(case, torch.float16, marks=[] if case in (SMALL[0], SMALL[-1]) else pytest.mark.slow) for case in SMALL
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), TWINS)
 def test_kernels_equal_their_twin(rng: torch.Generator, device: str, case: tuple[int, ...], dtype: torch.dtype) -> None:
     """Sorted or not; biases, the clamped activation, a shared expert's result, a residual stream to add to; tails
     of N and K; rows that pad."""
