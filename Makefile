@@ -33,6 +33,8 @@ endif
 # The tests of a file share servers, so a process runs whole files; in their order, for the longest are not the last.
 TESTS_TOGETHER = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 TESTS_ALONE = $(BIN)/python -m pytest
+# The files that may have tests for it: to read all of them takes as long as its tests.
+ALONE_FILES = $$(grep -rlE "mark\.(alone|gpu)\b" tests --include="test_*.py")
 # Files of tests that CHANGED can reach; "tests" is all of them, and without any there is nothing to run.
 SELECTED = FILES=$$($(BIN)/python tests/selection.py $(CHANGED) $(1)) && { [ -n "$$FILES" ] || { echo "No test reads it."; exit 0; }; }
 # Of selected files perhaps no test is marked so: pytest's exit code 5.
@@ -70,7 +72,7 @@ ifeq ($(CHANGED),)
 test: $(VENV)/.installed-test
 	$(BEFORE_TESTS)
 	$(TESTS_TOGETHER) -m "not slow and not alone and not gpu" --junitxml=build/together.xml
-	$(TESTS_ALONE) -m "not slow and (alone or gpu)" --junitxml=build/alone.xml
+	$(TESTS_ALONE) -m "not slow and (alone or gpu)" --junitxml=build/alone.xml $(ALONE_FILES)
 	$(BUDGETS) test build/together.xml build/alone.xml
 else
 test: $(VENV)/.installed-test
@@ -98,7 +100,7 @@ test-all: $(VENV)/.installed-test
 	$(BEFORE_TESTS)
 	@rm -f build/begun build/passed && { $(TREE) > build/begun || true; } 2>/dev/null
 	$(TESTS_TOGETHER) -m "not alone and not gpu" --junitxml=build/together.xml
-	$(TESTS_ALONE) -m "alone or gpu" --junitxml=build/alone.xml
+	$(TESTS_ALONE) -m "alone or gpu" --junitxml=build/alone.xml $(ALONE_FILES)
 	$(BUDGETS) test-all build/together.xml build/alone.xml
 	$(PROVE_IMAGE)
 	@[ ! -s build/begun ] || { cp build/begun build/passed; echo "All passed. make proved writes that to .ci/base."; }

@@ -1,7 +1,7 @@
 """Of a test with three or more lists of parameters, the cases in which each two values of two lists meet.
 
 A fault of a kernel shows at one value or where two of them meet; what three of them do is for `make test-all`, which
-runs the whole product. The rest is marked slow.
+runs the whole product. The rest is marked slow, and `product`, by which `make test-gpu` leaves it to a group of its own.
 """
 
 from __future__ import annotations
@@ -53,3 +53,4 @@ def mark_the_rest(items: Iterable[Any]) -> None:
         for number, (item, _) in enumerate(cases):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.product)

@@ -47,7 +47,8 @@ CONFTEST = """
 def pytest_collection_modifyitems(items):
     pairs.mark_the_rest(items)
     for item in items:
-        print("ITEM", item.originalname, item.get_closest_marker("slow") is not None)
+        slow, product = (item.get_closest_marker(name) is not None for name in ("slow", "product"))
+        print("ITEM", item.originalname, slow, product)
 """
 CASES = """
 import pytest
@@ -83,8 +84,9 @@ def test_the_rest_is_slow(tmp_path: Path) -> None:
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: some\n")
     command = [sys.executable, "-m", "pytest", "-q", "-s", "--collect-only", "-p", "no:cacheprovider"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-    found = Counter(re.findall(r"^ITEM (\w+) (\w+)$", done.stdout, re.MULTILINE))
+    found = Counter(re.findall(r"^ITEM (\w+) (\w+) (\w+)$", done.stdout, re.MULTILINE))
     assert found == {
-        ("test_three", "False"): 9, ("test_three", "True"): 9, ("test_two", "False"): 9,
-        ("test_with_a_fixture", "False"): 9, ("test_with_a_fixture", "True"): 9, ("test_slow", "True"): 8,
+        ("test_three", "False", "False"): 9, ("test_three", "True", "True"): 9, ("test_two", "False", "False"): 9,
+        ("test_with_a_fixture", "False", "False"): 9, ("test_with_a_fixture", "True", "True"): 9,
+        ("test_slow", "True", "False"): 8,
     }  # fmt: skip
