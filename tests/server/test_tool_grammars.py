@@ -62,7 +62,7 @@ def test_what_a_grammar_lets_out_is_read_as_valid_calls(
     grammar = BACKENDS[backend](byte_vocabulary, payload)
     size = byte_vocabulary.size
     num_calls = 0
-    for seed in range(examples(12)):
+    for seed in range(12 if mode == "required" else examples(12)):  # only there a second call may come
         rng = random.Random(seed)
         matcher = GrammarMatcher(byte_vocabulary, grammar, constraint.markers)
         text = b""
@@ -92,7 +92,7 @@ def test_what_a_grammar_lets_out_is_read_as_valid_calls(
             jsonschema.validate(json.loads(said), CALLS[called])
         assert mode != "named" or names == ["search"]
         num_calls += len(names)
-    assert mode != "required" or num_calls > examples(12) or name == "hermes", "never two calls"
+    assert mode != "required" or num_calls > 12 or name == "hermes", "never two calls"
 
 
 LEAD = "<|channel|>analysis<|message|>Well.<|end|><|start|>assistant<|channel|>commentary"  # of channels
