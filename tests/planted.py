@@ -1,7 +1,7 @@
 """Which tests find each fault of planted.toml: python tests/planted.py [WORD …], as `make faults` calls it.
 
 In a copy of the tree, one fault after the other: a text of a file becomes another, and those tests run that
-`make test CHANGED=1` would take after such a change, those that reach the least first, until one fails. Prints a table;
+`make test CHANGED=1` would take after such a change, the nearest to it first, until one fails. Prints a table;
 exit code 1 where no test has found one. A test that fails without the fault too has found nothing.
 
 WORD: only faults that have it in their names or paths.
@@ -18,13 +18,14 @@ import sys
 import tempfile
 import time
 import tomllib
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from selection import DOORS, EVERYTHING, Graph, git, select
+from selection import EVERYTHING, Graph, git, select
 
 ROOT = Path(__file__).parents[1]
 OWN = "tests/test_planted.py"  # every fault is one to it: it looks for the texts
@@ -77,20 +78,33 @@ class Copy:
         self.broken: set[str] = set()  # tests that fail here without any fault
 
     def tests_of(self, fault: Fault) -> list[str]:
-        """The files that `make test CHANGED=1` takes, those that reach the least first."""
+        """The files that `make test CHANGED=1` takes, the nearest first, and of these those that reach the least."""
         assert fault.file not in EVERYTHING
         chosen = select(self.graph, [fault.file], near=True, say=lambda _: None)
         files = self.graph.tests if chosen == ["tests"] else chosen
-        return sorted((file for file in files if file != OWN), key=lambda file: (self.reach(file), file))
+        away = self.distances(fault.file)
+        files = [file for file in files if file != OWN]
+        return sorted(files, key=lambda file: (away.get(file, len(away)), self.reach(file), file))
+
+    def distances(self, path: str) -> dict[str, int]:
+        """Of what reaches the file, how many steps away it is."""
+        away, ahead = {path: 0, f"{path}::": 0}, deque([path, f"{path}::"])
+        while ahead:
+            one = ahead.popleft()
+            for other in self.graph.back.get(one, ()):
+                if other not in away:
+                    away[other] = away[one] + 1
+                    ahead.append(other)
+        return away
 
     def reach(self, test: str) -> int:
-        """How many files of the package it imports or names, and these in turn, but for who starts all of it."""
+        """How many files of the package it imports or names, and these in turn."""
         seen, ahead = {test}, [test]
         while ahead:
             new = self.graph.edges[ahead.pop()] - seen
             seen |= new
             ahead += new
-        return len(seen) + (len(self.graph.paths) if seen & DOORS else 0)
+        return len(seen)
 
     def first_failure(self, tests: Sequence[str], jobs: int) -> str | None:
         """The name of the first test that fails; None: all pass, or there are none."""

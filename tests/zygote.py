@@ -47,8 +47,10 @@ LEFT_OUT = ("ray", "bench", "worker", "foreign")  # by a part of their name: wha
 LIBRARIES = ("vserve.__main__", "uvloop", "uvicorn.lifespan.on", "uvicorn.protocols.http.h11_impl", "tokenizers")
 
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # read when a library is loaded
-READ_LATE = ("VSERVE_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_", "OTEL_", "PYTEST_", "TEST_", "NO_COLOR", "TERM", "COLUMNS", "LINES",
-             "XDG_STATE_HOME")  # fmt: skip
+READ_LATE = (
+    "VSERVE_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_", "OTEL_", "PYTEST_", "TEST_", "NO_COLOR", "TERM", "COLUMNS",
+    "LINES", "XDG_STATE_HOME",
+)  # fmt: skip
 
 START = 180.0  # seconds for its imports, on a machine that has much to do
 ROOM = 16_000  # bytes for the command line of what it forks

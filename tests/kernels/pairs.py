@@ -1,7 +1,8 @@
 """Of a test with three or more lists of parameters, the cases in which each two values of two lists meet.
 
 A fault of a kernel shows at one value or where two of them meet; what three of them do is for `make test-all`, which
-runs the whole product. The rest is marked slow, and `product`, by which `make test-gpu` leaves it to a group of its own.
+runs the whole product. The rest is marked slow, and `product`, by which `make test-gpu` leaves it to a
+group of its own.
 """
 
 from __future__ import annotations

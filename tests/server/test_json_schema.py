@@ -148,9 +148,7 @@ SCHEMAS = r"""
 
 
 @pytest.mark.parametrize("schema", SCHEMAS)
-def test_what_follows_the_grammar_is_valid(
-    schema: str, vocabulary: Vocabulary, examples: Callable[[int], int]
-) -> None:
+def test_what_follows_the_grammar_is_valid(schema: str, vocabulary: Vocabulary, examples: Callable[[int], int]) -> None:
     count = examples(40)
     for whitespace in (True, False):  # llguidance's, and xgrammar's where it can
         assert check(json.loads(schema), vocabulary, 1, count, any_whitespace=whitespace) > count // 4
