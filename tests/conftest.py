@@ -28,9 +28,10 @@ TinyModel = Callable[..., Path]
 # The same inputs each time, so that a change is judged by what it changes. TEST_SEED=$RANDOM tries new ones.
 FRESH = "TEST_SEED" in os.environ
 SEED = os.environ.setdefault("TEST_SEED", "0")
+ALL_EXAMPLES = os.environ.get("TEST_EXAMPLES") == "all"  # as `make test-all` has it
 hypothesis.settings.register_profile(
     "vserve", derandomize=not FRESH, deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow],
-    max_examples=500 if os.environ.get("TEST_EXAMPLES") == "all" else 125,
+    max_examples=500 if ALL_EXAMPLES else 60,
 )  # fmt: skip  # neither judges by the clock, which a busy machine stretches
 hypothesis.settings.load_profile("vserve")
 
@@ -52,7 +53,7 @@ def _load(file: Path) -> Any:
 _zygote = _load(Path(__file__).with_name("zygote.py"))
 ZYGOTE = _zygote.Zygote()
 _zygote.fork_through(ZYGOTE)
-FORKED = ("clients", "e2e", "server")  # folders whose tests start what it forks
+FORKED = ("clients", "e2e", "engine", "server")  # folders whose tests start what it forks
 
 
 def pytest_sessionfinish() -> None:
@@ -94,6 +95,12 @@ def _bit_of_work() -> float:
 def _slowness() -> float:
     """How many times as long as the machine of the budgets this one takes just now."""
     return min(_bit_of_work() for _ in range(5)) / float(_load(Path(__file__).with_name("budgets.py")).PACE)
+
+
+@pytest.fixture(scope="session")
+def examples() -> Callable[[int], int]:
+    """examples(12) → how many of so many random cases are tried: by day a third."""
+    return lambda count: count if ALL_EXAMPLES else -(-count // 3)
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def machine(tmp_path: Path) -> Path:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "bin").mkdir()
-    for tool in ("mkdir", "cp", "chmod", "touch", "ln", "rm", "tr"):
+    for tool in ("mkdir", "cp", "chmod", "touch", "ln", "rm", "tr", "grep"):
         found = shutil.which(tool)
         assert found is not None
         (tmp_path / "bin" / tool).symlink_to(found)

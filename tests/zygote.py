@@ -13,6 +13,7 @@ everything once the zygote has died, or where the system cannot do it; a warning
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import fcntl
@@ -29,15 +30,16 @@ import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
-# What is forked, and whether it starts others of these.
+# What is forked, and whether it may start others of these.
 MODULES = {
     "vserve": True,
     "vserve.server.cli.main": True,
-    "vserve.engine.start.process": False,
+    "vserve.engine.start.process": True,
+    "vserve.engine.start.rank_process": False,
     "vserve.server.api_process": False,
 }
 PACKAGES = ("vserve.engine", "vserve.server")  # all of their modules are imported, but for those below:
@@ -45,7 +47,10 @@ LEFT_OUT = ("ray", "bench", "worker", "foreign")  # by a part of their name: wha
 LIBRARIES = ("vserve.__main__", "uvloop", "uvicorn.lifespan.on", "uvicorn.protocols.http.h11_impl", "tokenizers")
 
 ONE_THREAD = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")  # read when a library is loaded
-READ_LATE = ("VSERVE_", "OTEL_", "PYTEST_", "TEST_", "NO_COLOR", "TERM", "COLUMNS", "LINES", "XDG_STATE_HOME")
+READ_LATE = (
+    "VSERVE_", "GLOO_", "TORCH_NCCL_", "TORCHINDUCTOR_", "OTEL_", "PYTEST_", "TEST_", "NO_COLOR", "TERM", "COLUMNS",
+    "LINES", "XDG_STATE_HOME",
+)  # fmt: skip
 
 START = 180.0  # seconds for its imports, on a machine that has much to do
 ROOM = 16_000  # bytes for the command line of what it forks
@@ -322,7 +327,26 @@ def main() -> None:
             break
         ours.close()
         control = nursery(theirs, own)
-    sys.exit(command.program.main())
+    leave(command.program.main)
+
+
+def leave(run: Callable[[], int | None]) -> NoReturn:
+    """Ends this process as an interpreter ends after run(), but for what that takes down of itself: nobody sees it, and
+    with these libraries it takes most of a second."""
+    code: object = 1
+    try:
+        code = run()
+    except SystemExit as end:
+        code = end.code
+    except Exception:
+        sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+    if isinstance(code, int | None):
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for those that are no daemons
+        atexit._run_exitfuncs()
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush(), sys.stderr.flush()
+            os._exit(code or 0)
+    sys.exit(code)  # type: ignore[arg-type]
 
 
 if __name__ == "__main__":

@@ -48,6 +48,11 @@ def who(server: Any) -> Counter[str]:
     return Counter(re.findall(r'"process":"(api[-\d]*)".*POST /v1/completions 200', "".join(server.stderr)))
 
 
+def num_begun(server: Any) -> int:
+    """How many processes beside the first have come to take requests so far, those that ended since among them."""
+    return sum("takes requests after" in line for line in server.stderr)
+
+
 def total(server: Any, name: str) -> float:
     page = ask(server, "GET", "/metrics").text
     return sum(map(float, re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", page, re.MULTILINE)))
@@ -213,6 +218,8 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
     expected, before = text(ask(server)), total(server, "vllm:generation_tokens_total")
     pids = server.guests()
     assert len(pids) == 2
+    until(lambda: num_begun(server) >= 2, 60)
+    begun = num_begun(server)
     once = {"authorization": "Bearer once"}
     assert ask(server, headers=once).status_code == 200  # which it has to make up for in ten minutes
     over, ended = threading.Event(), Counter[str]()
@@ -244,7 +251,7 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
             future.result()
     assert ended["whole"] > 4 and ended["broken"] <= 8, ended
     assert any("was killed by signal 9; starting it again (1 of 20)" in line for line in server.stderr)
-    until(lambda: sum("takes requests after" in line for line in server.stderr) == 3, 60)  # two, and the new one
+    until(lambda: num_begun(server) == begun + 1, 60)  # the new one
     assert {text(ask(server)) for _ in range(6)} == {expected}
     until(lambda: total(server, "vllm:num_requests_running") == 0, 30)
     assert total(server, "vllm:generation_tokens_total") > before, "what was counted stays counted"
@@ -254,8 +261,7 @@ def test_one_that_dies_takes_its_own_connections_and_comes_back(server, until) -
 @pytest.mark.slow
 def test_one_that_hangs_is_replaced(server, until, slowness) -> None:
     """Whom it has accepted nobody else can answer: its end is what they hear of it. The others go on meanwhile."""
-    expected, pids = text(ask(server)), server.guests()
-    begun = sum("takes requests after" in line for line in server.stderr)
+    expected, pids, begun = text(ask(server)), server.guests(), num_begun(server)
     with ThreadPoolExecutor(24) as pool:
         os.kill(pids[0], signal.SIGSTOP)
         stopped = time.monotonic()
@@ -272,7 +278,7 @@ def test_one_that_hangs_is_replaced(server, until, slowness) -> None:
     assert {answer.status_code for answer in answers} <= {200, 429} and broken < 24, broken
     assert any(re.search(r"API process \d has been silent for \d+ s and is killed", line) for line in server.stderr)
     until(lambda: len(server.guests()) == 2)
-    until(lambda: sum("takes requests after" in line for line in server.stderr) > begun, 60)
+    until(lambda: num_begun(server) > begun, 60)
     assert {text(ask(server)) for _ in range(6)} == {expected}
     until(lambda: total(server, "vllm:num_requests_running") == 0, 30)
 

@@ -43,7 +43,10 @@ def vector(embedding: bytes | None) -> np.ndarray:
     return np.frombuffer(embedding, dtype="<f4")
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen2", "qwen3", "mistral"])
+MODELS = ("llama", "qwen2", "qwen3", "mistral")
+
+
+@pytest.fixture(scope="module")
 def model(request: pytest.FixtureRequest, tiny_model: Any, engine: Any) -> tuple[Any, Any]:
     """(an engine, transformers' model without its head)"""
     from transformers import AutoModel
@@ -61,10 +64,16 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-SLOW = "one token at a time"
+# Every way of one model, and of each model a way with chunks and a cache: a way knows nothing of the model.
+QUICK = [("llama", way) for way in WAYS if way != "one token at a time"] + [(model, "chunked") for model in MODELS[1:]]
+CASES = [
+    pytest.param(model, way, marks=[] if (model, way) in QUICK else pytest.mark.slow)
+    for model in MODELS
+    for way in WAYS
+]
 
 
-@pytest.mark.parametrize("way", [*(way for way in WAYS if way != SLOW), pytest.param(SLOW, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("model", "way"), CASES, indirect=["model"])
 def test_as_transformers(model: tuple[Any, Any], way: str) -> None:
     """Twice, the second time with a warm prefix cache; beside running generations, whose tokens stay what they are."""
     engine, oracle = model

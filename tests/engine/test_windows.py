@@ -67,7 +67,17 @@ def window_engine(engine: Any, folder: Path) -> Any:
     return type(engine)(str(folder))
 
 
-@pytest.mark.parametrize("caching", [True, False], ids=["cached", "uncached"])
+# Without a cache nothing differs from model to model but what the other tests have as well.
+UNCACHED = [
+    pytest.param(name, False, id=f"{name}-uncached", marks=[] if name == "window and full" else pytest.mark.slow)
+    for name in MODELS
+]
+
+
+@pytest.mark.parametrize(
+    ("folder", "caching"), [*(pytest.param(name, True, id=f"{name}-cached") for name in MODELS), *UNCACHED],
+    indirect=["folder"],
+)  # fmt: skip
 def test_a_tiny_cache_gives_transformers_tokens(window_engine: Any, folder: Path, requests: Any, caching: bool) -> None:
     """Twelve at once in a cache that holds a few: preempted, resumed, their blocks taken by others meanwhile."""
     layers = read_folder(folder).layers

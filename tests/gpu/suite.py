@@ -1,6 +1,7 @@
 """All that needs a GPU, in one command: `make test-gpu`, or python tests/gpu/suite.py [GROUP] from a checkout.
 
     core (default)   kernels, steps, the engine, the noticing model in company and with planted faults, the 8B shape
+    kernels          every case of the kernels' tests, where core has those in which each two parameters meet
     foreign          models that transformers' code computes: their forwards in graphs
     families         every native family against transformers
     encoders         models that read whole texts both ways, against the CPU's vectors
@@ -106,7 +107,7 @@ EXPERTS_AS_CODES = side_by_side(
 # it measures the card's memory.
 GROUPS: dict[str, list[list[Part]]] = {
     "core": [
-        [tests("kernels", "tests/kernels", workers=max(1, min(6, CORES // 2)))],
+        [tests("kernels", "tests/kernels", "-m", "not product", workers=max(1, min(6, CORES // 2)), share="load")],
         [side_by_side("steps", "tests/gpu/test_steps.py")],
         [noticing("the noticing model")],
         [fault(kind) for kind in ("cell", "table", "stale")],
@@ -121,6 +122,7 @@ GROUPS: dict[str, list[list[Part]]] = {
         ],
         [tests("the 8B shape", "tests/gpu/test_serve_8b.py")],
     ],
+    "kernels": [[side_by_side("kernels", "tests/kernels")]],
     "foreign": [[side_by_side("foreign", "tests/gpu/test_foreign_gpu.py")]],
     "families": [[side_by_side("families", "tests/gpu/test_families_gpu.py")]],
     "encoders": [[tests("encoders", "tests/gpu/test_encoders_gpu.py")]],

@@ -167,7 +167,7 @@ def rng() -> torch.Generator:
 # `around_wait(kernel)`: its PTX, and the parts of that before, at and after the wait for the kernel before it.
 # `touches(ptx, *places)`: what reads or writes the memory of the parameters at these places, in a part from the start.
 _FOR_HOPPER = """
-import json, os, re, subprocess, sys, tempfile
+import json, os, re, subprocess, sys, tempfile, traceback
 import torch
 from triton import knobs
 from triton.backends.compiler import GPUTarget
@@ -222,8 +222,14 @@ for line in sys.stdin:
         for descriptor, path in ((1, output), (2, errors)):
             with open(path, "w") as stream:
                 os.dup2(stream.fileno(), descriptor)
-        exec(script)
-        sys.exit()
+        code = 1
+        try:
+            exec(script)
+            code = 0
+        except BaseException:
+            traceback.print_exc()
+        sys.stdout.flush(), sys.stderr.flush()
+        os._exit(code)  # nothing is taken down: that takes longer than most scripts
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
@@ -239,14 +245,14 @@ def _compiler() -> Iterator[subprocess.Popen[str]]:
 
 
 @functools.cache
-def _sources() -> str:
+def _sources(folders: tuple[str, ...]) -> str:
     """A digest of what a script compiles and with what: the scripts import nothing else of this tree."""
     import triton
 
     digest = hashlib.sha256(f"{triton.__version__} {torch.__version__} {triton.knobs.nvidia.ptxas.version}".encode())
     for name in sorted(name for name in os.environ if name.startswith(("TRITON_", "VSERVE_")) and "CACHE" not in name):
         digest.update(f"{name}={os.environ[name]}\n".encode())
-    for folder in ("kernels", "engine", "configs/tiles"):
+    for folder in folders:
         for path in sorted((ROOT / folder).rglob("*.*")):
             if path.suffix in (".py", ".json"):
                 digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
@@ -265,7 +271,8 @@ def run_for_hopper(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[.
         pytest.skip("triton without ptxas")
 
     def run(script: str, *arguments: str) -> Any:
-        asked_for = json.dumps([_sources(), _FOR_HOPPER, script, arguments])
+        folders = ("kernels", "configs/tiles", *(["engine"] if "vserve.engine" in script else []))
+        asked_for = json.dumps([_sources(folders), _FOR_HOPPER, script, arguments])
         kept = ROOT / "build" / "hopper" / f"{hashlib.sha256(asked_for.encode()).hexdigest()}.json"
         if kept.exists():
             return json.loads(kept.read_text())

@@ -1,7 +1,8 @@
 """Of a test with three or more lists of parameters, the cases in which each two values of two lists meet.
 
 A fault of a kernel shows at one value or where two of them meet; what three of them do is for `make test-all`, which
-runs the whole product. The rest is marked slow.
+runs the whole product. The rest is marked slow, and `product`, by which `make test-gpu` leaves it to a
+group of its own.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ def covering(cases: Sequence[Case]) -> list[int]:
 
 
 def lists_of(item: pytest.Function) -> list[list[str]]:
-    """The names of each list: several may be of one, `parametrize("rows, size", …)`."""
+    """The names of each list: several may be of one, `parametrize("rows, size", …)`. A fixture's parameters are one."""
     named = [mark.args[0] for mark in item.iter_markers("parametrize")]
-    return [[one.strip() for one in names.split(",")] if isinstance(names, str) else list(names) for names in named]
+    lists = [[one.strip() for one in names.split(",")] if isinstance(names, str) else list(names) for names in named]
+    known = {name for names in lists for name in names}
+    return lists + [[name] for name in item.callspec.params if name not in known]
 
 
 def mark_the_rest(items: Iterable[Any]) -> None:
@@ -51,3 +54,4 @@ def mark_the_rest(items: Iterable[Any]) -> None:
         for number, (item, _) in enumerate(cases):
             if number not in kept:
                 item.add_marker(pytest.mark.slow)
+                item.add_marker(pytest.mark.product)

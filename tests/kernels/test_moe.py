@@ -65,8 +65,13 @@ def test_the_twin_of_each_activation(rng: torch.Generator) -> None:
     assert torch.allclose(gated(x, 0.5), low * torch.sigmoid(1.702 * low) * (within + 1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-@pytest.mark.parametrize("case", SMALL)
+# In fp16 those that differ most: one token, and the largest.
+TWINS = [(case, torch.float32) for case in SMALL] + [
+    pytest.param(case, torch.float16, marks=[] if case in (SMALL[0], SMALL[-1]) else pytest.mark.slow) for case in SMALL
+]
+
+
+@pytest.mark.parametrize(("case", "dtype"), TWINS)
 def test_kernels_equal_their_twin(rng: torch.Generator, device: str, case: tuple[int, ...], dtype: torch.dtype) -> None:
     """Sorted or not; biases, the clamped activation, a shared expert's result, a residual stream to add to; tails
     of N and K; rows that pad."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from itertools import combinations, product
 from pathlib import Path
@@ -42,9 +44,11 @@ pairs = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(pairs)
 """
 CONFTEST = """
-@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     pairs.mark_the_rest(items)
+    for item in items:
+        slow, product = (item.get_closest_marker(name) is not None for name in ("slow", "product"))
+        print("ITEM", item.originalname, slow, product)
 """
 CASES = """
 import pytest
@@ -57,6 +61,13 @@ def test_three(a, b, c, d): pass
 @pytest.mark.parametrize("a", range(3))
 @pytest.mark.parametrize("b", range(3))
 def test_two(a, b): pass
+
+@pytest.fixture(params=range(2))
+def made(request): return request.param
+
+@pytest.mark.parametrize("a", range(3))
+@pytest.mark.parametrize("b", range(3))
+def test_with_a_fixture(a, b, made): pass
 
 @pytest.mark.slow
 @pytest.mark.parametrize("a", range(2))
@@ -71,12 +82,11 @@ def test_the_rest_is_slow(tmp_path: Path) -> None:
     (tmp_path / "conftest.py").write_text(TESTS.format(path=path) + CONFTEST)
     (tmp_path / "test_cases.py").write_text(CASES)
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: some\n")
-    found = []
-    for marks in ("not slow", "slow or not slow"):
-        command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "no:cacheprovider", "-m", marks]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
-        names = [line.partition("::")[2].partition("[")[0] for line in done.stdout.splitlines() if "::" in line]
-        found.append({name: names.count(name) for name in set(names)})
-    quick, every = found
-    assert every == {"test_three": 18, "test_two": 9, "test_slow": 8}
-    assert quick == {"test_three": 9, "test_two": 9}
+    command = [sys.executable, "-m", "pytest", "-q", "-s", "--collect-only", "-p", "no:cacheprovider"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True)
+    found = Counter(re.findall(r"^ITEM (\w+) (\w+) (\w+)$", done.stdout, re.MULTILINE))
+    assert found == {
+        ("test_three", "False", "False"): 9, ("test_three", "True", "True"): 9, ("test_two", "False", "False"): 9,
+        ("test_with_a_fixture", "False", "False"): 9, ("test_with_a_fixture", "True", "True"): 9,
+        ("test_slow", "True", "False"): 8,
+    }  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,13 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@cache
+def parser() -> Parser:
+    return main.command_parser("serve", serve)
+
+
 def parse(*words: str) -> argparse.Namespace:
-    return main.command_parser("serve", serve).parse_args([main._dashes(word) for word in words])
+    return parser().parse_args([main._dashes(word) for word in words])
 
 
 @pytest.fixture
@@ -285,7 +291,7 @@ def test_presets_are_engine_options_that_can_work() -> None:
 
 
 def test_every_option_is_a_flag_in_a_group_of_the_help(capsys: Any) -> None:
-    text = main.command_parser("serve", serve).format_help()
+    text = parser().format_help()
     for name, (spec, _) in options().items():
         assert "--" + name.replace("_", "-") in text and f"\n{spec.metadata['group']}:\n" in text
     assert len(options()) == len(dataclasses.fields(EngineConfig)) + len(dataclasses.fields(ServerConfig))

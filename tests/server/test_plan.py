@@ -108,6 +108,7 @@ def test_a_trace_whose_queue_grows(capsys: pytest.CaptureFixture[str], folder: s
     assert code == 0 and "with one of them dead, TTFT p95" in out and "worked off" not in out
 
 
+@pytest.mark.slow
 def test_so_many_engines_that_do_not_keep_up(capsys: pytest.CaptureFixture[str], folder: str) -> None:
     """Though they give each token in time: those of the next division are looked at."""
     words = (folder, "--rate", "1000", "--in", "64", "--out", "8", "--replicas", "1")
@@ -120,6 +121,7 @@ def test_so_many_engines_that_do_not_keep_up(capsys: pytest.CaptureFixture[str],
     assert code == 0 and "the load is not worked off as it comes: a queue grows" in out
 
 
+@pytest.mark.slow
 def test_more_engines_than_are_computed(
     capsys: pytest.CaptureFixture[str], folder: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

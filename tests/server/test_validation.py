@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
+
+from vserve.server.app import create_app
+from vserve.server.options.config import ServerConfig
+from vserve.server.text.model import TextModel
+
+from .conftest import Client, ScriptedEngine, script_of
 
 USER = {"role": "user", "content": "Hi"}
 
@@ -161,16 +168,30 @@ def check(response: Any, param: str) -> dict[str, Any]:
     return error
 
 
-@pytest.mark.parametrize("body, param", SHARED + CHAT, ids=lambda value: str(value)[:40])
-def test_chat(client: Any, engine: Any, body: dict[str, Any], param: str) -> None:
-    check(client.post("/v1/chat/completions", {"messages": [USER], **body}), param)
+@pytest.fixture(scope="module")
+def refusing(text_model: TextModel) -> Iterator[tuple[Client, ScriptedEngine]]:
+    """One server for all that comes no further than its checks."""
+    engine = ScriptedEngine(script_of(text_model, "Hello world!"))
+    client = Client(create_app(engine, ServerConfig(), text_model))
+    yield client, engine
+    client.close()
+
+
+def check_refused(server: tuple[Client, ScriptedEngine], path: str, body: dict[str, Any], param: str) -> None:
+    client, engine = server
+    engine.submitted.clear()
+    check(client.post(path, body), param)
     assert not engine.submitted
+
+
+@pytest.mark.parametrize("body, param", SHARED + CHAT, ids=lambda value: str(value)[:40])
+def test_chat(refusing: tuple[Client, ScriptedEngine], body: dict[str, Any], param: str) -> None:
+    check_refused(refusing, "/v1/chat/completions", {"messages": [USER], **body}, param)
 
 
 @pytest.mark.parametrize("body, param", SHARED + COMPLETIONS, ids=lambda value: str(value)[:40])
-def test_completions(client: Any, engine: Any, body: dict[str, Any], param: str) -> None:
-    check(client.post("/v1/completions", {"prompt": "Hello", **body}), param)
-    assert not engine.submitted
+def test_completions(refusing: tuple[Client, ScriptedEngine], body: dict[str, Any], param: str) -> None:
+    check_refused(refusing, "/v1/completions", {"prompt": "Hello", **body}, param)
 
 
 def test_missing_fields(client: Any) -> None:

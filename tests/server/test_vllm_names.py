@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from vserve.engine.errors import ConfigError
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.cli.given import notices
+from vserve.server.cli.parser import Parser
 from vserve.server.options.keywords import from_keywords
 from vserve.server.options.reading import negated, options
 from vserve.server.options.vllm import vllm_options
@@ -122,8 +124,13 @@ def is_switch(name: str) -> bool:
     return not vllm_options()[key].takes_value if key in vllm_options() else options()[key][1] is bool
 
 
+@cache
+def parser() -> Parser:
+    return main.command_parser("serve", serve)
+
+
 def parse(*words: str) -> argparse.Namespace:
-    return main.command_parser("serve", serve).parse_args([main._dashes(word) for word in words])
+    return parser().parse_args([main._dashes(word) for word in words])
 
 
 def answered(ask: Any) -> None:

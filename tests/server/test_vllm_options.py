@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from vserve.engine.options.config import EngineConfig
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.cli.given import notices
+from vserve.server.cli.parser import Parser
 from vserve.server.offline.llm import LLM
 from vserve.server.options.config import ServerConfig
 from vserve.server.options.keywords import from_keywords
@@ -24,8 +26,13 @@ from vserve.server.options.reading import options
 from vserve.server.options.vllm import vllm_options
 
 
+@cache
+def parser() -> Parser:
+    return main.command_parser("serve", serve)
+
+
 def parse(*words: str) -> argparse.Namespace:
-    return main.command_parser("serve", serve).parse_args([main._dashes(word) for word in words])
+    return parser().parse_args([main._dashes(word) for word in words])
 
 
 def test_a_usual_command_line_is_served(monkeypatch: Any) -> None:
@@ -411,7 +418,7 @@ def test_the_table() -> None:
     assert not set(vllm_options()) & set(options())
     for option in vllm_options().values():
         assert option.reason and option.reason[-1] != "." and "\n" not in option.reason
-    assert "decode-context-parallel" not in main.command_parser("serve", serve).format_help()
+    assert "decode-context-parallel" not in parser().format_help()
 
 
 @pytest.mark.parametrize(
