@@ -100,7 +100,9 @@ def test_the_pages_on_the_api_name_every_route_and_every_field() -> None:
 
 
 def test_the_page_on_models_has_these_architectures() -> None:
-    named = re.findall(r"`(\w+For(?:CausalLM|ConditionalGeneration))`", (ROOT / "docs/running/models.md").read_text())
+    named = re.findall(
+        r"`(\w+(?:For(?:CausalLM|ConditionalGeneration)|ChatModel))`", (ROOT / "docs/running/models.md").read_text()
+    )
     assert len(named) > 15
     assert set(named) == {family.architecture for family in FAMILIES}
 
