@@ -16,7 +16,7 @@ from ..client.mailbox import Mailbox
 from ..dialects import chat, completions
 from ..errors import bad_request
 from ..generation.answer import Answer, Collected
-from ..generation.choice import Prompt, TextOptions
+from ..generation.choice import Choice, Prompt, TextOptions
 from ..generation.sampling import check_tokens, text_options
 from ..generation.speech import Speech
 from ..http.tenant import tenant_of
@@ -134,13 +134,13 @@ def _num_logprobs(given: Sequence[TokensResponse]) -> int | None:
 
 def _answers(server: ServerState, given: TokensResponse, prompt: Prompt, text: TextOptions) -> list[Answer]:
     """Of each choice, read as those are that the engine has just said."""
-    made, collected = [], None
+    made: list[Choice] = []
+    collected = Collected(made)
     ends, tokenizer = server.model.eos_token_ids, server.model.tokenizer
     for index, one in enumerate(given.choices):
         ids = one.token_ids or []
         choice = text.choice(index, prompt, Mailbox(0, 0.0), tokenizer)
         made.append(choice)
-        collected = collected or Collected(made)
         entries = one.logprobs.content if one.logprobs else None
         logprobs = None if prompt.sampling.logprobs is None else [_logprobs(entry) for entry in entries or ()]
         if logprobs is not None and len(logprobs) != len(ids):
@@ -152,7 +152,7 @@ def _answers(server: ServerState, given: TokensResponse, prompt: Prompt, text: T
             outputs.append(RequestOutput(0, [], finish, None, None if logprobs is None else []))
         for output in outputs:
             collected.add(choice, choice.feed(output))
-    return [] if collected is None else collected.answers()
+    return collected.answers()
 
 
 def _logprobs(entry: SampledLogprob) -> TokenLogprobs:

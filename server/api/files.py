@@ -43,7 +43,8 @@ async def upload_file(request: Request) -> Response:
     name = (file.filename or "file")[:LONGEST_NAME]
     id = f"file-{new_id(request.headers.get(TAG_HEADER))}"
     lifetime = form.get("expires_after[seconds]")
-    kept = store.add(id, owner_of(request.scope), name, "batch", file.content, lifetime and _seconds(lifetime.content))
+    seconds = None if lifetime is None else _seconds(lifetime.content)
+    kept = store.add(id, owner_of(request.scope), name, "batch", file.content, seconds)
     return json_answer(ignored, kept.answer())
 
 

@@ -37,7 +37,8 @@ TABLE = {
                                                      "/ui/{name:path}")},
     ("POST", "/ping"): (ANYBODY, "here"),
     **{("POST", path): (USER, "here") for path in (
-        "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render", "/v1/chat/completions/derender",
+        "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render",
+        "/v1/chat/completions/derender",
         "/v1/completions/derender", "/inference/v1/generate", "/v1/completions",
         "/v1/completions/render", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v2/embed",
         "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/invocations",
@@ -48,7 +49,8 @@ TABLE = {
     )},
     ("GET", "/metrics"): (USER, "first"),
     **{("POST", path): (USER, "first") for path in (
-        "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact", f"{RESPONSE}/cancel", CHAT,
+        "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact",
+        f"{RESPONSE}/cancel", CHAT,
     )},
     **{("GET", path): (USER, "first") for path in (
         RESPONSE, f"{RESPONSE}/input_items", "/v1/chat/completions", CHAT, f"{CHAT}/messages",

@@ -63,7 +63,8 @@ def test_priorities_and_options_of_one_request(llm: LLM, monkeypatch: pytest.Mon
     for given, words in ([1], "1 priorities for 2 prompts"), ([0, 1], "without scheduling_policy='priority'"):
         with pytest.raises(ValueError, match=words):
             llm.generate([[5], [6]], params, use_tqdm=False, priority=given)
-    client, sent = llm._engine.client, []
+    client = llm._engine.client
+    sent: list[int] = []
     submit = client.submit_choices
 
     def spied(*values: Any, **keywords: Any) -> Any:

@@ -46,7 +46,7 @@ def test_a_stream_of_ids_is_the_whole(client: Any) -> None:
     told = events(client.post(GENERATE, {**body, "stream": True, "stream_options": {"include_usage": True}}))
     assert told[0]["prompt_token_ids"] == [5, 6, 7] and "prompt_token_ids" not in told[1]
     choices = [choice for chunk in told for choice in chunk["choices"]]
-    assert sum((choice["token_ids"] for choice in choices), []) == whole["choices"][0]["token_ids"]
+    assert [id for choice in choices for id in choice["token_ids"]] == whole["choices"][0]["token_ids"]
     assert [choice["finish_reason"] for choice in choices] == [None] * (len(choices) - 1) + ["stop"]
     assert told[-1]["choices"] == [] and told[-1]["usage"]["completion_tokens"] == whole["usage"]["completion_tokens"]
 
