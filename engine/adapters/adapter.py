@@ -145,9 +145,9 @@ class Adapter:
         paths = set(products)
         prefix = next((p for p in ("", "model.") if any(f"{p}{module}" in paths for module in self.pairs)), "")
         targeted = self.config.targeted([path.removeprefix(prefix) for path in paths])
-        if lacking := sorted(module for module in targeted if module not in self.pairs):
+        if missing := sorted(module for module in targeted if module not in self.pairs):
             raise AdapterError(
-                f"{self.folder} lacks the matrices of {lacking[0]}{and_more(lacking)}, which its target_modules name: "
+                f"{self.folder} lacks the matrices of {missing[0]}{and_more(missing)}, which its target_modules name: "
                 "the file is incomplete, or of another base"
             )
 

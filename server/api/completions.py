@@ -50,7 +50,7 @@ class Completion(Generating):
         core = self.server.model.tokenizer.core
         return core.decode(list(token_ids), skip_special_tokens=added and body.skip_special_tokens is not False)
 
-    def events(self, generation: Generation, head: Head) -> CompletionChunks:
+    def events(self, generation: Generation, head: Head) -> Events:
         return CompletionChunks(generation, self.server.model.tokenizer, self.body, self.reports, **head._asdict())
 
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:
