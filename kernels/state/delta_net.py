@@ -46,8 +46,8 @@ def delta_net_triton(
     heads, key_dim, value_dim = state.shape[1:]
     if min(key_dim, value_dim) < 16 or key_dim & (key_dim - 1) or value_dim & (value_dim - 1):
         raise ValueError(
-            f"heads of {key_dim} x {value_dim}: on a GPU, delta nets need powers of two of at least 16; serve the model "
-            "on the CPU"
+            f"heads of {key_dim} x {value_dim}: on a GPU, delta nets need powers of two of at least 16; serve the "
+            "model on the CPU"
         )
     out = torch.empty(len(raw), heads, value_dim, dtype=raw.dtype, device=raw.device)
     layer = conv_weight, A_log, dt_bias, ring, state
