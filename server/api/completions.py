@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import Request, Response
 
 from ..dialects.completions import CompletionChunks, choices
+from ..dialects.events import Events
 from ..generation.answer import Answer
 from ..generation.generation import Generation
 from ..text.encoding import Encoder
