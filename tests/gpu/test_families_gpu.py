@@ -26,6 +26,9 @@ LATENT: dict[str, Any] = dict(
     v_head_dim=128,
 )  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=256)
+HYBRID: dict[str, Any] = dict(
+    head_dim=256, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=128, linear_value_head_dim=128
+)
 YARN = dict(
     rope_type="yarn", rope_theta=150000.0, factor=32.0, truncate=False, original_max_position_embeddings=64,
     beta_fast=32.0, beta_slow=1.0,
@@ -59,6 +62,10 @@ OWN: dict[str, dict[str, Any]] = {
     "glm4_moe": EXPERTS,
     "granitemoe": {},
     "granitemoeshared": {},
+    # Delta nets of heads of 128, attention of 256 of which a quarter is rotated.
+    "qwen3_5_text": HYBRID,
+    "qwen3_5_moe_text": HYBRID | EXPERTS,
+    "qwen3_next": HYBRID | EXPERTS,
     "ministral3": {},
     "mistral4": LATENT | EXPERTS | dict(kv_lora_rank=256, qk_nope_head_dim=64),
     "internlm3": {},
@@ -74,7 +81,9 @@ SCALED = (
     "gpt_oss",
     "llama4_text",
     "mimo_v2_flash",
+    "qwen3_5_text",
     "qwen3_moe",
+    "qwen3_next",
 )  # in float32 too, where nothing may differ
 
 

@@ -19,6 +19,14 @@ LLAMA_8B: dict[str, Any] = dict(
     rms_norm_eps=1e-5, rope_theta=500000.0, tie_word_embeddings=False, hidden_act="silu", dtype="bfloat16",
     bos_token_id=1, eos_token_id=2,
 )  # fmt: skip
+QWEN3_5: dict[str, Any] = dict(
+    architectures=["Qwen3_5ForCausalLM"], model_type="qwen3_5_text", vocab_size=248320, hidden_size=4096,
+    num_hidden_layers=32, num_attention_heads=16, num_key_value_heads=4, head_dim=256, intermediate_size=12288,
+    max_position_embeddings=262144, rms_norm_eps=1e-6, full_attention_interval=4, linear_num_key_heads=16,
+    linear_num_value_heads=32, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+    rope_parameters=dict(rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25), mamba_ssm_dtype="float32",
+    tie_word_embeddings=False, hidden_act="silu", dtype="bfloat16", bos_token_id=1, eos_token_id=2,
+)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-8b": LLAMA_8B,
     "llama-70b": LLAMA_8B | dict(
@@ -34,6 +42,16 @@ SHAPES: dict[str, dict[str, Any]] = {
         moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8, norm_topk_prob=True, decoder_sparse_step=1,
         mlp_only_layers=[], max_position_embeddings=40960, rms_norm_eps=1e-6, rope_theta=1000000.0,
         tie_word_embeddings=False, hidden_act="silu", dtype="bfloat16", bos_token_id=1, eos_token_id=2,
+    ),
+    "qwen3.5-9b": QWEN3_5,
+    "qwen3.5-27b": QWEN3_5 | dict(
+        hidden_size=5120, intermediate_size=17408, num_hidden_layers=64, num_attention_heads=24,
+        linear_num_value_heads=48,
+    ),
+    "qwen3.5-35b-a3b": QWEN3_5 | dict(
+        architectures=["Qwen3_5MoeForCausalLM"], model_type="qwen3_5_moe_text", hidden_size=2048, num_hidden_layers=40,
+        num_key_value_heads=2, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
     ),
     "gpt-oss-20b": dict(
         architectures=["GptOssForCausalLM"], model_type="gpt_oss", vocab_size=201088, hidden_size=2880,
