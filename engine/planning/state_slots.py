@@ -104,8 +104,8 @@ def check_state_heads(model: ModelConfig) -> None:
     for spec in model.state_specs():
         if min(spec.rows, spec.columns) < 16 or any(size & (size - 1) for size in (spec.rows, spec.columns)):
             raise ConfigError(
-                f"{model.architecture} has recurrent states of {spec.rows} x {spec.columns} a head, and on a GPU powers "
-                "of two of at least 16 are computed: add --device cpu"
+                f"{model.architecture} has recurrent states of {spec.rows} x {spec.columns} a head, and on a GPU "
+                "powers of two of at least 16 are computed: add --device cpu"
             )
 
 
