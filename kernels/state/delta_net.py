@@ -90,9 +90,7 @@ def delta_net_torch(
             last = min(end, position // CHUNK * CHUNK + CHUNK)
             part = slice(position - row.state_len, last - row.state_len)
             num_folded = min(max(row.fold_to - position, 0), last - position)
-            folded, output = one_chunk(
-                folded, q[part], k[part], v[part], log_decay[part], beta[part], num_folded
-            )
+            folded, output = one_chunk(folded, q[part], k[part], v[part], log_decay[part], beta[part], num_folded)
             outputs.extend(output)
             if row.snaps and last == row.snap_at:
                 state[row.snap_slot] = folded.to(state.dtype)

@@ -69,9 +69,7 @@ class StateStep:
         columns = (self.slots, self.start, self.state_len, self.fold_to, self.snap_at, self.snap_slot)
         rows = zip(*(column.tolist() for column in columns), starts[:-1], starts[1:], strict=True)
         return [
-            HostRow(*row, index < self.num_decode_rows)
-            for index, row in enumerate(rows)
-            if row[0] and row[6] < row[7]
+            HostRow(*row, index < self.num_decode_rows) for index, row in enumerate(rows) if row[0] and row[6] < row[7]
         ]
 
 
