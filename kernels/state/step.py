@@ -67,10 +67,9 @@ class StateStep:
         """The rows that are no padding."""
         starts = self.query_start.tolist()
         columns = (self.slots, self.start, self.state_len, self.fold_to, self.snap_at, self.snap_slot)
-        rows = zip(*(column.tolist() for column in columns), starts[:-1], starts[1:], strict=True)
-        return [
-            HostRow(*row, index < self.num_decode_rows) for index, row in enumerate(rows) if row[0] and row[6] < row[7]
-        ]
+        decodes = [index < self.num_decode_rows for index in range(self.num_rows)]
+        rows = zip(*(column.tolist() for column in columns), starts[:-1], starts[1:], decodes, strict=True)
+        return [found for row in rows if (found := HostRow(*row)).slot and found.first < found.end]
 
 
 @dataclass(frozen=True, slots=True)
