@@ -94,13 +94,15 @@ def with_stored_experts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...
             return replace(spec, stored="")
         if any(name.endswith(f".{spec.stacked_names[0]}_blocks") for name in shapes):
             return replace(spec, stored="blocks")
-        found = next((shape for name, shape in shapes.items() if name.endswith(f".{spec.stacked_names[0]}")), ())
-        rows, columns = 2 * spec.inner, config.hidden_size
-        if found[1:] == (rows, columns) == (columns, rows) and spec.stored:
-            return spec  # the family knows
-        if found[1:] == (rows, columns):
-            return replace(spec, stored="stacked")
-        return replace(spec, stored="transposed") if found[1:] == (columns, rows) else spec
+        hidden = config.hidden_size
+        # One of the two is not square, and says it.
+        for of, (rows, columns) in zip(
+            spec.stacked_names, ((2 * spec.inner, hidden), (hidden, spec.inner)), strict=True
+        ):
+            found = next((shape for name, shape in shapes.items() if name.endswith(f".{of}")), ())
+            if rows != columns and found[1:] in ((rows, columns), (columns, rows)):
+                return replace(spec, stored="stacked" if found[1:] == (rows, columns) else "transposed")
+        return spec
 
     def layer_as_stored(layer: LayerSpec) -> LayerSpec:
         return replace(layer, mlp=as_stored(layer.mlp)) if isinstance(layer.mlp, MoESpec) else layer

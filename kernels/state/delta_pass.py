@@ -13,7 +13,8 @@ from .short_conv import convolve_heads
 from .step import StateStep
 
 # Of a program. On an H100, 8192 tokens with 32 heads: 630 µs, 734 with two stages, 783 with 64 columns.
-COLUMNS, WARPS, STAGES = 32, 4, 3
+COLUMNS, WARPS = 32, 4
+STAGES = {2: 3, 4: 2}  # by the bytes of an element: three of float32 do not fit a multiprocessor
 
 
 def delta_prompts(
@@ -39,7 +40,7 @@ def delta_prompts(
         key_dim**-0.5,
         KEY_HEADS=num_key_heads, HEADS=heads, K=key_dim, V=value_dim, COLUMNS=columns, WIDTH=conv_weight.shape[1],
         RING=ring.shape[1], TAPS=triton.next_power_of_2(conv_weight.shape[1]), CHUNK=CHUNK,
-        num_warps=WARPS, num_stages=STAGES,
+        num_warps=WARPS, num_stages=STAGES[raw.element_size()],
     )  # fmt: skip
 
 

@@ -26,6 +26,19 @@ LATENT: dict[str, Any] = dict(
     v_head_dim=128,
 )  # fmt: skip
 EXPERTS = dict(moe_intermediate_size=256)
+GROWING: dict[str, Any] = dict(  # queries, from position 64 on
+    rope_parameters=dict(
+        rope_type="yarn",
+        rope_theta=1e6,
+        factor=32.0,
+        original_max_position_embeddings=64,
+        mscale=1.0,
+        mscale_all_dim=1.0,
+        beta_fast=32.0,
+        beta_slow=1.0,
+        llama_4_scaling_beta=0.1,
+    )
+)
 HYBRID: dict[str, Any] = dict(
     head_dim=256, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=128, linear_value_head_dim=128
 )
@@ -66,10 +79,11 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID | EXPERTS,
     "qwen3_next": HYBRID | EXPERTS,
-    "ministral3": {},
-    "mistral4": LATENT | EXPERTS | dict(kv_lora_rank=256, qk_nope_head_dim=64),
+    "ministral3": GROWING,
+    "mistral4": LATENT | EXPERTS | GROWING | dict(kv_lora_rank=256, qk_nope_head_dim=64),
     "internlm3": {},
     **{kind: {} for kind in PICTURES},
+    "mistral3": GROWING,
     "qwen3_vl_moe": EXPERTS,
     "glm4v_moe": EXPERTS,
     "kimi_k25": LATENT | EXPERTS,

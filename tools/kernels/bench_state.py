@@ -195,7 +195,7 @@ def tiles() -> None:
     chosen = delta_decode.COLUMNS, delta_decode.WARPS
     for rows in (1, 32, 256):
         for columns, warps in ((16, 1), (16, 2), (32, 1), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8)):
-            delta_decode.COLUMNS, delta_decode.WARPS = columns, warps
+            delta_decode.COLUMNS, delta_decode.WARPS = {4: columns}, warps
             functions, _ = decode_case(32, rows, torch.float32)
             print(f"tile {columns:3d} x {warps} warps, rows {rows:3d}: {microseconds(functions):7.1f} µs", flush=True)
     delta_decode.COLUMNS, delta_decode.WARPS = chosen
@@ -229,7 +229,7 @@ def prompts() -> None:
     layer = Layer.make(32, 4, torch.bfloat16)
     raw, gates, _ = inputs(32, 8192, torch.bfloat16)
     for columns, warps, stages in ((16, 4, 2), (32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2), (128, 8, 1)):
-        delta_pass.COLUMNS, delta_pass.WARPS, delta_pass.STAGES = columns, warps, stages
+        delta_pass.COLUMNS, delta_pass.WARPS, delta_pass.STAGES = columns, warps, {2: stages}
         step = make_step([8192], [0], [0], 0)
         try:
             time = microseconds([lambda s=step: layer.run(delta_net.delta_net_triton, raw, gates, s)] * 3)
