@@ -6,6 +6,7 @@ passes for a right one. Biases and norms are random too: at their initial 0 and 
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -189,22 +190,23 @@ def tiny_config(family: str, **overrides: Any) -> Any:
             "image_size": 28, "patch_size": 14}  # fmt: skip
         ends = {key: text.pop(key) for key in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")}
         return AutoConfig.for_model(
-            family, text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
+            family, text_config=deepcopy(text), vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
             boi_token_index=298, eoi_token_index=297, **ends,
         )  # fmt: skip
     if family in ("qwen3_5", "qwen3_5_moe"):  # the same
         text = {**values, **FAMILIES[f"{family}_text"], **overrides}
         vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
         ends = {key: text[key] for key in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")}
-        return AutoConfig.for_model(family, text_config=text, vision_config=vision, **ends)
+        return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=vision, **ends)
     if family in PICTURES:
         text, sight = PICTURES[family]
         text = {**values, **text, **overrides}
         outer = {key: text.pop(key) for key in ("tie_word_embeddings",)}
-        return AutoConfig.for_model(family, text_config=text, vision_config=sight, **outer)
+        return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=deepcopy(sight), **outer)
     if family.startswith("granitemoe"):
         del values["head_dim"]
-    return AutoConfig.for_model(family, **(values | FAMILIES.get(family, {}) | overrides))
+    # A copy, for config classes write into what they are given.
+    return AutoConfig.for_model(family, **deepcopy(values | FAMILIES.get(family, {}) | overrides))
 
 
 def _auto_class(model_type: str) -> Any:

@@ -162,7 +162,7 @@ def test_a_stage_on_each_host(e2e: Any, reserve_port: Callable[[], int], slownes
 
 
 def refused(*options: str) -> str:
-    command = [sys.executable, "-m", "vserve.server.cli.main", "m", "--device", "cpu", *options]
+    command = [sys.executable, "-m", "vserve.server.cli.main", "o/m", "--device", "cpu", *options]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode in (1, 2) and done.stderr.startswith("vserve: "), done.stderr
     return done.stderr.splitlines()[-1]
@@ -178,7 +178,7 @@ def test_what_cannot_be(capsys: pytest.CaptureFixture[str]) -> None:
     from vserve.server.cli.main import main
 
     def said(*options: str) -> str:
-        assert main(["serve", "m", *options]) == 2
+        assert main(["serve", "o/m", *options]) == 2
         return capsys.readouterr().err.removeprefix("vserve: ")
 
     both = ["-tp", "2", "--nnodes", "2"]

@@ -257,7 +257,7 @@ def test_an_expression_that_never_ends_holds_up_nobody(field: str, folder: Path)
 
     def read() -> None:
         try:
-            Adapter.open(folder).check_complete(products)
+            Adapter.open(folder).check_complete(products, products)
         except AdapterError as error:
             said.append(str(error))
 
@@ -290,6 +290,6 @@ def test_all_linear_leaves_out_what_is_excluded(base: Path, folder: Path) -> Non
     products = [f"model.layers.{n}.{name}" for n in range(2) for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.x")]
     change(folder, target_modules="all-linear")
     with pytest.raises(AdapterError, match=r"lacks the matrices of model.layers.0.mlp.x \(and 1 more\)"):
-        Adapter.open(folder).check_complete(products)
-    Adapter.open(change(folder, exclude_modules=["x"])).check_complete(products)
-    Adapter.open(change(folder, exclude_modules=r".*\.mlp\.x")).check_complete(products)
+        Adapter.open(folder).check_complete(products, products)
+    Adapter.open(change(folder, exclude_modules=["x"])).check_complete(products, products)
+    Adapter.open(change(folder, exclude_modules=r".*\.mlp\.x")).check_complete(products, products)

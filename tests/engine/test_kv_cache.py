@@ -199,7 +199,7 @@ def test_only_full_blocks_of_known_tokens_are_registered() -> None:
     kv.grow(req, 9)
     registered: list = []
     kv.register(req, 9, registered)  # two more are computed than have values
-    assert [block for block, _ in registered] == blocks(kv, req)[:1]
+    assert [block for _, block, _ in registered] == blocks(kv, req)[:1]
     kv.register(req, 9, registered)
     assert len(registered) == 1
 
@@ -405,7 +405,7 @@ def test_a_narrow_window_leaves_blocks_before_their_tokens_are_known() -> None:
     assert kv.tables[1].groups[1][0] == 0
     registered: list = []
     kv.register(req, 6, registered)
-    assert [block for block, _ in registered] == [kv.tables[1].groups[0][0]]
+    assert [block for _, block, _ in registered] == [kv.tables[1].groups[0][0]]
     kv.check_invariants({1: req}, True)
 
 

@@ -130,5 +130,5 @@ def test_a_key_that_nothing_reads_is_refused_before_torch(tiny_model: Any) -> No
     folder = tiny_model("llama")
     config = EngineConfig(str(folder), hf_overrides='{"rope_teta": 1}')
     for read in (check_described, read_model_config):
-        with pytest.raises(ConfigError, match=r"--hf-overrides is '.*': nothing reads 'rope_teta'; it may set archi"):
+        with pytest.raises(ConfigError, match=r"--hf-overrides is '.*': nothing reads 'rope_teta'; it may set [a-z]"):
             read(folder, config)
