@@ -12,6 +12,7 @@ from ..quant.ggml_types import BLOCKS
 from .gguf_families import FAMILIES, GGUFFamily
 from .gguf_file import GGUFFile, GGUFTensor, Keys, Strings, is_number
 
+SHOWN = 8  # architectures in an error
 _CONTROL = 3  # of tokenizer.ggml.token_type
 # Control tokens that end an answer, whether a key names them or not: older files name only one.
 _ENDS = frozenset((
@@ -134,7 +135,8 @@ def _architecture(file: GGUFFile) -> str:
         raise ModelError(f"{file.path} lacks the key general.architecture: download it again")
     if name not in FAMILIES:
         raise ModelError(
-            f"{file.path} has the architecture {name!r:.60}, served are {', '.join(FAMILIES)}: use another model"
+            f"{file.path} has the architecture {name!r:.60}, served are {', '.join([*FAMILIES][:SHOWN])} and "
+            f"{len(FAMILIES) - SHOWN} more: use another model"
         )
     if not file.tensors:
         raise ModelError(f"{file.path} has no tensors, only a vocabulary: pass the file with the weights")

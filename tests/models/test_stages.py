@@ -66,6 +66,9 @@ class Cut:
     def attention_layers(self) -> list[Any]:
         return [layer for stage in self.stages for layer in stage.attention_layers()]
 
+    def state_layers(self) -> list[Any]:
+        return []
+
     def logits(self, hidden: Tensor) -> Tensor:
         found: Tensor = self.stages[-1].logits(hidden)
         return found

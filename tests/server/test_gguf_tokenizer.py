@@ -474,7 +474,7 @@ def test_the_file_is_named_by_its_stem(gguf_models: Any, tiny_model: Any, tmp_pa
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        (b"qwen3", b"jamba", "has the architecture 'jamba', served are llama, qwen2, qwen3, qwen2moe, qwen3moe, gemma"),
+        (b"qwen3", b"jamba", "has the architecture 'jamba', served are llama, qwen2, qwen3, qwen2moe, qwen3moe"),
         (b"GGUF", b"GGML", "begins with b'GGML', a GGUF file with b'GGUF': pass a GGUF file"),
         (b"blk.1.ffn_up.w", b"blk.1.ffn_ub.w", "has the tensor blk.1.ffn_ub.weight, for which Qwen3ForCausalLM has no"),
         (b"", b"", "is truncated: tensor "),
