@@ -267,7 +267,7 @@ def test_a_torchvision_of_another_torch_is_not_there_for_transformers(
     package = tmp_path / "torchvision"
     package.mkdir()
     (package / "part.py").write_text("")
-    (package / "__init__.py").write_text(
+    (package / "__init__").with_suffix(".py").write_text(
         "from . import part\nraise RuntimeError('operator torchvision::nms does not exist')\n"
     )
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -34,7 +34,7 @@ def edit(folder: Path, **changes: object) -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda f: edit(f, architectures=["NoSuchForCausalLM"]), "architecture NoSuchForCausalLM is not supported"),
+        (lambda f: edit(f, architectures=["NoSuchModel"]), "architecture NoSuchModel is not supported"),
         (lambda f: edit(f, architectures=["JambaForCausalLM"]), "JambaForCausalLM is not served: .*recurrent state"),
         (
             lambda f: edit(f, architectures=["My"], auto_map={"AutoModelForCausalLM": "my.My"}),
@@ -67,7 +67,7 @@ def test_a_model_that_cannot_be_served_is_refused_before_torch(tmp_path, tiny_mo
     ("architectures", "words"),
     [
         (["LlamaForCausalLM"], "there is no tokenizer.json in"),
-        (["NoSuchForCausalLM"], "NoSuchForCausalLM is not supported"),
+        (["NoSuchModel"], "NoSuchModel is not supported"),
     ],
     ids=["tokenizer", "both"],
 )

@@ -114,7 +114,7 @@ VALUES = {
     "tokenizer": ".", "tokenizer-mode": "slow", "worker-cls": "auto", "additional-config": "{}",
     "model-loader-extra-config": "{}", "override-neuron-config": "{}", "otlp-traces-endpoint": "http://localhost:4318",
     "convert": "auto", "runner": "auto", "pooler-config": "{}", "structured-outputs-config": "{}",
-    "eplb-config": "{}", "log-level": "info",
+    "eplb-config": "{}", "log-level": "info", "mamba-ssm-cache-dtype": "float32",
 }  # fmt: skip
 
 
