@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ...kernels.state.slots import copy_slots
 from ..families.layer_spec import StateSpec
 from ..layers.delta import DeltaNet
 
@@ -62,3 +63,5 @@ class StateStorage:
         for layer, (ring, matrices) in zip(layers, layout.allocate(num_slots, dtype, device), strict=True):
             layer.bind(ring, matrices)
             self.tensors += [ring, matrices]
+        nowhere = torch.zeros(1, dtype=torch.int32, device=device)
+        copy_slots(self.tensors, nowhere, nowhere)  # copies nothing: the first hit is not to wait for a compiler

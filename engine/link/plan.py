@@ -93,6 +93,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         plan: StepPlan = msgspec.structs.replace(
             self, rows=[self.rows[index] for index in self.sampled], sampled=list(range(len(self.sampled))),
             num_tokens=[self.num_tokens[index] for index in self.sampled], pooled=[], new_rows=[], new_blocks=[],
+            exports=[],
             num_decodes=self.num_decodes if self.num_drafts else 0,
         )  # fmt: skip
         return plan

@@ -85,7 +85,7 @@ def _holds_model(snapshot: Path) -> bool:
 
 def _of_ollama(folder: Path) -> Iterator[Shelved]:
     root = folder / "manifests" / "registry.ollama.ai"
-    for manifest in sorted(root.glob("*/*/*")):
+    for manifest in _matching(root, "*/*/*"):
         if (file := _weights(folder, manifest)) is not None:
             owner, model, tag = manifest.relative_to(root).parts
             size, used = _weigh([file])
@@ -98,16 +98,23 @@ def _weights(folder: Path, manifest: Path) -> Path | None:
         layers = json.loads(manifest.read_text())["layers"]
         digest = next(layer["digest"] for layer in layers if layer["mediaType"] == _MODEL_LAYER)
         file = folder / "blobs" / str(digest).replace(":", "-")
+        return file if file.is_file() else None
     except (OSError, ValueError, LookupError, TypeError, StopIteration):
         return None
-    return file if file.is_file() else None
 
 
 def _of_lm_studio(folder: Path) -> Iterator[Shelved]:
-    for file in sorted(folder.glob("*/*/*.gguf")):
+    for file in _matching(folder, "*/*/*.gguf"):
         if not file.name.startswith("mmproj"):
             size, used = _weigh([file])
             yield Shelved(str(file), LM_STUDIO, file, size, used)
+
+
+def _matching(folder: Path, pattern: str) -> list[Path]:
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError:  # another user's, who lets nobody in
+        return []
 
 
 def _weigh(files: list[Path]) -> tuple[int, float]:

@@ -27,7 +27,7 @@ from ..parallel.pipeline import stage_of
 from ..speculation.model_drafter import ModelDrafter
 from ..step.runner import ModelRunner
 from .host_memory import GIB, gib, machine_bytes
-from .state_slots import StateSlots, beside_blocks, divide_cache, wanted_bytes
+from .state_slots import RUNNING_SHARE, StateSlots, beside_blocks, divide_cache, wanted_bytes
 
 if TYPE_CHECKING:
     from ..step.encoder_runner import EncoderRunner
@@ -207,9 +207,11 @@ def plan_memory(
         advice = f"raise --kv-cache-memory-bytes (now {config.kv_cache_memory_bytes})"
     states: StateSlots | None = None
     if slot_bytes and config.num_gpu_blocks_override is not None:
-        named = config.num_gpu_blocks_override
-        states = beside_blocks(named, slot_bytes, block_bytes, config, runner.max_num_seqs)
-    elif slot_bytes:
+        named, running = config.num_gpu_blocks_override, runner.max_num_seqs
+        if config.max_num_seqs is None:
+            running = max(1, min(running, int(available * RUNNING_SHARE) // slot_bytes))
+        states = beside_blocks(named, slot_bytes, block_bytes, config, running)
+    elif slot_bytes and available > 0:  # else _fit says what has taken it all
         states = divide_cache(available, slot_bytes, each, config, runner.max_num_seqs, advice)
         available -= states.num_bytes
     num_blocks = max(0, available) // each

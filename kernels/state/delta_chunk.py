@@ -86,7 +86,10 @@ def inverse_of_lower(matrix):
     return tl.reshape(inverse, (64, 64))
 
 
-@triton.jit(do_not_specialize=["num_rows", "search_steps"])
+@triton.jit(
+    do_not_specialize=["num_rows", "search_steps"],
+    do_not_specialize_on_alignment=["query_start_ptr", "start_ptr", "slots_ptr"],
+)
 def _chunk_kernel(
     keys_ptr, values_ptr, gates_ptr, a_log_ptr, dt_bias_ptr, weights_ptr, shares_ptr, decays_ptr,
     query_start_ptr, start_ptr, slots_ptr, num_rows, search_steps, gates_token, scale,

@@ -44,7 +44,11 @@ def delta_prompts(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "slots_ptr", "start_ptr", "state_len_ptr", "fold_to_ptr", "snap_at_ptr", "snap_slot_ptr", "query_start_ptr"
+    ]
+)  # fmt: skip
 def _pass_kernel(
     keys_ptr, values_ptr, weights_ptr, shares_ptr, decays_ptr, conv_ptr, a_log_ptr, dt_bias_ptr, ring_ptr, state_ptr,
     slots_ptr, start_ptr, state_len_ptr, fold_to_ptr, snap_at_ptr, snap_slot_ptr, query_start_ptr, scale,

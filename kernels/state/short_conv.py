@@ -138,7 +138,10 @@ def write_ring_triton(raw: Tensor, gates: Tensor | None, ring: Tensor, step: Sta
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["num_rows", "search_steps"])
+@triton.jit(
+    do_not_specialize=["num_rows", "search_steps"],
+    do_not_specialize_on_alignment=["query_start_ptr", "start_ptr", "slots_ptr"],
+)
 def _conv_kernel(
     raw_ptr, weight_ptr, bias_ptr, ring_ptr, first_ptr, second_ptr,
     query_start_ptr, start_ptr, slots_ptr, num_rows, search_steps,
@@ -180,7 +183,11 @@ def _conv_kernel(
         tl.store(at, total.to(second_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "slots_ptr", "start_ptr", "state_len_ptr", "fold_to_ptr", "snap_at_ptr", "snap_slot_ptr", "query_start_ptr"
+    ]
+)  # fmt: skip
 def _write_ring_kernel(
     raw_ptr, gates_ptr, ring_ptr, slots_ptr, start_ptr, state_len_ptr, fold_to_ptr, snap_at_ptr, snap_slot_ptr,
     query_start_ptr, raw_token, gates_token, ring_slot,

@@ -32,7 +32,7 @@ def copy_slots_torch(tensors: list[Tensor], src: Tensor, dst: Tensor) -> None:
 def copy_slots_triton(tensors: list[Tensor], src: Tensor, dst: Tensor) -> None:
     if not tensors or not len(src):
         return
-    sizes = [tensor[0].nbytes for tensor in tensors]
+    sizes = [tensor.nbytes // len(tensor) for tensor in tensors]
     unit = gcd(8, *sizes)
     table = _table(tuple(tensor.data_ptr() for tensor in tensors), tuple(sizes), unit, src.device)
     block = _BYTES // unit
