@@ -48,14 +48,19 @@ def overrides(config: EngineConfig) -> dict[str, Any]:
 
 def overridden(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with these values. Objects are merged key by key, but for rotary parameters that name their type: these
-    replace what was there, apart from the base."""
+    replace what was there, apart from the base and the part of a head that is rotated."""
     rope = _rope(raw, changes)
     taken = (*_ROPE, "rope_theta") if rope is not None else ()
     result = _merged(
         {key: value for key, value in raw.items() if key not in taken},
         {key: value for key, value in changes.items() if key not in taken},
     )
-    return result if rope is None else result | {"rope_parameters": rope}
+    if rope is None:
+        return result
+    for key in TEXT_KEYS:  # in which old rotary parameters, under whatever name, would come back
+        if isinstance(text := result.get(key), dict):
+            result[key] = {name: value for name, value in text.items() if name not in taken} | {"rope_parameters": rope}
+    return result | {"rope_parameters": rope}
 
 
 def _rope(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -72,7 +77,8 @@ def _rope(raw: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any] 
         return {**before, FULL: _rope({"rope_parameters": inner}, changes)}
     asked = _asked(changes)
     removed = any(key in changes and changes[key] is None for key in _ROPE)
-    kept = before if not removed and not {"rope_type", "type"} & asked.keys() else {}
+    share = {key: before[key] for key in ("partial_rotary_factor",) if key in before}
+    kept = before if not removed and not {"rope_type", "type"} & asked.keys() else share
     rope = {**kept, **asked}
     bases = (changes, asked, before, raw)
     base = next((values["rope_theta"] for values in bases if values.get("rope_theta") is not None), None)

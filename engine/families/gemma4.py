@@ -34,7 +34,7 @@ def gemma4_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     count, shared = layer_count(raw), raw.size("num_kv_shared_layers")
     windows = [*windows_of(raw, _PATTERN)[:-1], 0]  # the last one never has one
     first = count - shared
-    if shared and {bool(window) for window in windows[:first]} != {bool(window) for window in windows}:
+    if shared and {bool(window) for window in windows[: max(0, first)]} != {bool(window) for window in windows}:
         raise ModelError(
             f"config.json: num_kv_shared_layers is {shared}, and of layers with a window, or without, the other "
             f"{max(0, first)} have none whose keys and values could be read: correct the file"
@@ -72,7 +72,7 @@ def _of_full_layers(raw: RawConfig, windows: list[int]) -> RawConfig:
         heads["num_key_value_heads"] = keys
     if (each := raw.values.get("per_layer_config")) is not None:
         each = each if isinstance(each, dict) else {}
-        by_layer = {int(key): value for key, value in each.items() if str(key).isdigit()}  # "5", or "05"
+        by_layer = {int(key): value for key, value in each.items() if str(key).isdecimal()}  # "5", or "05"
         found = [by_layer.get(index) for index, window in enumerate(windows) if not window]
         heads = found[0]
         if not all(isinstance(one, dict) and one == heads for one in found):

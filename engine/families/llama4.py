@@ -32,6 +32,8 @@ def llama4_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     chunk = raw.optional_count("attention_chunk_size") or 0
     plain = replace(attention_spec(raw, bias=bool(raw.get("attention_bias"))), interleaved=True)
     turned = replace(plain, qk_norm="unit" if raw.get("use_qk_norm") else "")
+    if isinstance(tuning := raw.values.get("attn_temperature_tuning"), int):  # 4 in the first files
+        raw = RawConfig({**raw.values, "attn_temperature_tuning": bool(tuning)}, raw.defaults)
     tuned = (raw.number("attn_scale"), raw.count("floor_scale")) if raw.get("attn_temperature_tuning") else None
     unturned = replace(plain, rope=None, temperature=tuned)
     mixture, dense, sparse = _mixture(raw), _dense(raw), _sparse(raw, count)

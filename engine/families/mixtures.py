@@ -77,6 +77,11 @@ def _two_attentions(raw: RawConfig, ropes: dict[str, Any]) -> tuple[AttentionSpe
     """Of layers without and with a window, which are rotated in their own ways and shares. ropes: where config.json
     has none."""
     given = raw.get("rope_parameters") or ropes
+    if not isinstance(given, dict) or FULL not in given:
+        raise ModelError(
+            f"config.json: rope_parameters is {given!r:.60}, an object with {FULL} and {SLIDING} belongs there: "
+            "correct the file"
+        )
     found = []
     for name, rope in zip(
         (FULL, SLIDING),
@@ -105,9 +110,18 @@ def mimo_v2_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
         name: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share}
         for name, theta in ((FULL, raw.number("rope_theta")), (SLIDING, raw.number("swa_rope_theta")))
     }
-    given = raw.get("rope_parameters")
-    ropes = given if isinstance(given, dict) and FULL in given else ropes
-    raw = RawConfig({**raw.values, "rope_parameters": ropes}, raw.defaults)
+    given = raw.values.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if isinstance(given, dict) and FULL in given:
+        ropes = given
+    elif isinstance(given, dict):  # of layers without a window
+        base = {key: value for key, value in ropes[FULL].items() if key != "rope_type"}
+        ropes[FULL] = {**base, **given}
+    raw = RawConfig({**raw.values, "rope_scaling": None, "rope_parameters": ropes}, raw.defaults)
+    if (epsilon := raw.optional_number("layernorm_epsilon")) not in (None, raw.number("rms_norm_eps")):
+        raise ModelError(
+            f"config.json: layernorm_epsilon is {epsilon}, and rms_norm_eps, which is read, another number: set it to "
+            "the same"
+        )
     full, sliding = _two_attentions(raw, ropes)
     shape: dict[str, Any] = {
         "value_dim": raw.count("v_head_dim"),
@@ -139,7 +153,7 @@ MIMO_V2 = Family(
         "n_shared_experts": 0, "hybrid_layer_pattern": None, "moe_layer_freq": None, "rope_theta": 5_000_000.0,
         "swa_rope_theta": 10_000.0, "partial_rotary_factor": None, "swa_head_dim": None, "swa_v_head_dim": None,
         "swa_num_key_value_heads": None, "sliding_window_size": None, "add_full_attention_sink_bias": False,
-        "add_swa_attention_sink_bias": True, "rope_parameters": None,
+        "add_swa_attention_sink_bias": True, "rope_parameters": None, "layernorm_epsilon": None,
     },
     names=((".mlp.router", ".mlp.gate"),),
     ignored=("model.mtp.", "mtp."),
@@ -192,6 +206,11 @@ def laguna_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     if raw.get("moe_apply_router_weight_on_input"):
         raise ModelError(
             "config.json: moe_apply_router_weight_on_input is set, which is not supported: use another model"
+        )
+    if raw.values.get("swa_attention_sink_enabled"):
+        raise ModelError(
+            "config.json: swa_attention_sink_enabled is set, which is not supported for this architecture: use another "
+            "model"
         )
     gate = "element" if gating == "per-element" else "head"
     shape: dict[str, Any] = {"qk_norm": "head", "gate": gate, "output_bias": bool(raw.get("attention_bias"))}

@@ -72,6 +72,11 @@ def read_ropes(
     base = number(raw, "rope_theta", default_theta)
     by_type = FULL in values or SLIDING in values
     full, sliding = (values.get(FULL) or {}, values.get(SLIDING) or {}) if by_type else (values, {})
+    for part in (full, sliding):
+        if not isinstance(part, dict):
+            raise ModelError(
+                f"config.json: rope parameters are {part!r:.60}, an object belongs there: correct the file"
+            )
     found = _rope(full, raw, max_position, base)
     if found.type in ("linear", "dynamic"):
         found = replace(found, original_length=round(max_position / found.factor))

@@ -17,9 +17,11 @@ from ..errors import ModelError
 from ..families.layer_spec import MoESpec
 from ..quant.codes import Codes
 from ..quant.decoded import decoded, finite
+from ..quant.eight_bits import Fp8
 from ..quant.experts import Biases, ExpertsMethod, PackedExperts, QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from ..quant.fp4 import decode_experts
+from ..quant.settings import SCALES
 from ..quant.weights import Placement, copy_weight, keep_at_hand
 
 PARTS = ("gate", "up", "down")
@@ -195,6 +197,11 @@ class Experts(nn.Module):
                 self.formats[STACKED].expected(rows, columns)  # raises where there are no whole groups
                 found[f"{name}_blocks"] = Stored((size, rows, columns // 32, 16), ("U8",))
                 found[f"{name}_scales"] = Stored((size, rows, columns // 32), ("U8",))
+            elif isinstance(format := self.formats.get(STACKED), Fp8):
+                blocks = format.scales.blocks(rows, columns)
+                found[name] = Stored((size, rows, columns), ("F8_E4M3",))
+                found[f"{name}_scale_inv"] = Stored((size, *blocks), SCALES)
+                found[f"{name}_activation_scale"] = Stored((size,), SCALES, optional=True)  # a token's own is used
             else:
                 shape = (rows, columns) if self.spec.stored == "stacked" else (columns, rows)
                 found[name] = Stored((size, *shape), FLOATS)
@@ -222,6 +229,12 @@ class Experts(nn.Module):
             yield "up", both.rows(inner, inner)
             yield "down", self._decoded_blocks(tensors, second, expert)
             return
+        if isinstance(format, Fp8):
+            both = self._decoded_fp8(format, tensors, first, expert, 2 * inner, self.hidden)
+            yield "gate", both.rows(0, inner)
+            yield "up", both.rows(inner, inner)
+            yield "down", self._decoded_fp8(format, tensors, second, expert, self.hidden, inner)
+            return
         gate_up, down = (tensors[name][expert] for name in (first, second))
         if self.spec.stored == "transposed":
             gate_up, down = gate_up.t(), down.t()
@@ -237,6 +250,12 @@ class Experts(nn.Module):
         blocks, scales = (tensors[f"{name}_{kind}"][one].to(self.place.device) for kind in ("blocks", "scales"))
         alternating = self.spec.interleaved and name == self.spec.stacked_names[0]
         return finite(decode_experts(blocks, scales, alternating)[0], {f"{name}_scales": scales})
+
+    def _decoded_fp8(
+        self, format: Fp8, tensors: Mapping[str, Tensor], name: str, expert: int, rows: int, columns: int
+    ) -> Codes:
+        one = {"weight": tensors[name][expert], format.scales.suffix: tensors[f"{name}_scale_inv"][expert]}
+        return decoded(format, one, rows, columns, self.place.device)
 
     def _halves(self, both: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Rows of gate and up of one tensor."""

@@ -87,6 +87,8 @@ def has_experts(config: ModelConfig) -> bool:
 def with_stored_experts(config: ModelConfig, shapes: Mapping[str, tuple[int, ...]]) -> ModelConfig:
     """The same with experts as the checkpoint has them, whose tensors' names and shapes are given: a tensor an expert,
     or one of all, in either direction. Libraries have changed their minds about it."""
+    # What drafts, and is not loaded, may have its own in another way.
+    shapes = {name: shape for name, shape in shapes.items() if not name.startswith(config.ignored)}
     single = any(re.search(r"\.experts\.\d+\.", name) for name in shapes)
 
     def as_stored(spec: MoESpec) -> MoESpec:

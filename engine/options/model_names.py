@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 
-# https://huggingface.co/owner/model/tree/main, hf.co/owner/model:Q4_K_M …
+# https://huggingface.co/owner/model/tree/main, hf.co/owner/model:Q4_K_M …; not that of a branch or of one file, which
+# would be another model.
 _ADDRESS = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)/(?P<name>[^/?#\s]+/[^/?#\s]+)"
-    r"(?:/(?:tree|blob|resolve)/[^?#\s]*)?/?(?:[?#]\S*)?"
+    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)/"
+    r"(?P<name>(?!(?:datasets|spaces|collections|papers|docs|blog)/)[^/?#\s]+/[^/?#\s]+)"
+    r"(?:/tree/main)?/?(?:[?#]\S*)?"
 )
 # Who publishes a family, by how its names begin, whatever the case. The longer beginning comes first.
 _OWNERS = {
@@ -88,6 +90,10 @@ def _of_short_name(name: str) -> str:
     if pattern is None or not _SIZE.fullmatch(tag):
         return ""
     size = tag.partition("-")[0]
-    if size[-1:] != "b":
+    if not size[0].isdigit() and not size.startswith("e"):
+        if size != "latest" and "{" not in pattern:
+            return ""  # such as phi4:mini, which is another model than phi4
         size = _USUAL.get(key, "")
+    elif "{" not in pattern and size not in pattern.lower():
+        return ""
     return pattern.format(size=size, SIZE=size.upper())

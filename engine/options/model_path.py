@@ -9,6 +9,7 @@ from ..errors import ConfigError
 from .model_names import has_no_owner, meant
 from .shelves import ollama_file
 
+_ADDRESS = re.compile(r"https?://|(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)/")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*(:[\w.-]+)?)?")
 
 
@@ -26,8 +27,13 @@ def find_model(name: str) -> Path | None:
         raise ConfigError(
             f"{name} is a file: pass the folder of a Hugging Face model with safetensors weights, or a GGUF file"
         )
-    if (":" in name or has_no_owner(name)) and (file := ollama_file(name)) is not None:
+    if "/" not in name and (file := ollama_file(name)) is not None:  # its owners are others than the hub's
         return file
+    if _ADDRESS.match(name):
+        raise ConfigError(
+            f"{name} is not the address of a whole model: pass owner/model, a branch of it with --revision, and one of "
+            "its GGUF files as owner/model:Q4_K_M"
+        )
     if not is_hub_name(name) or has_no_owner(name):
         likely = meant(name)
         remedy = f"did you mean {likely}?" if likely else "pass a folder, or a name of the hub such as Qwen/Qwen3-0.6B"

@@ -143,6 +143,8 @@ class Fp8Scheme:
                 return None
             suffix = "weight_scale_inv" if self.block else "weight_scale"
             return Fp8(Scales(suffix, self.block or TENSOR), INPUT if self.static else None)
+        if any(dtype == "F8_E4M3" and len(shape) == 3 for dtype, shape in stored.values()):  # of all experts
+            return Fp8(Scales("weight_scale_inv", self.block or TENSOR))
         return find_fp8(path, stored, self.static, self.block) if quantised(stored) else None
 
 

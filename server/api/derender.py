@@ -24,12 +24,13 @@ from ..state import ServerState
 from ..text.tokenizer import no_text
 from ..wire.requests import ChatRequest, CompletionRequest
 from ..wire.tokens_in import DerenderChat, DerenderCompletions, SampledLogprob, TokensResponse
-from .read import read_request
+from .read import read_request, work_on_body
 from .route import new_router
 from .tokens import json_answer, watched
 
 router = new_router()
-CHARACTERS = 4  # of a text that is tokenised in the time that a token is made text
+# Characters that are tokenised in the time that a token is made text, a choice is made, a log-probability written.
+TOKEN, CHOICE, LOGPROB = 4, 128, 16
 
 
 @router.post("/v1/chat/completions/derender", response_class=Response)
@@ -39,8 +40,9 @@ async def derender_chat(request: Request) -> Response:
     server, name = _server(request, body.model)
     given = body.generate_response
     asked = body.chat_request or ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}]})
-    prompt = _prompt(server, given, body.prompt_token_ids)
-    num_top = _num_logprobs([given])
+    prompt, num_top = await work_on_body(
+        request, lambda: (_prompt(server, given, body.prompt_token_ids), _num_logprobs([given]))
+    )
     if num_top is not None:
         asked.logprobs, asked.top_logprobs = True, max(num_top, asked.top_logprobs or 0)
 
@@ -60,7 +62,7 @@ async def derender_chat(request: Request) -> Response:
             }  # fmt: skip
             return json_answer(body.ignored, said)
 
-        return await server.tokenise(CHARACTERS * _num_tokens([given]), answered)
+        return await server.tokenise(_work([given]), answered)
 
     return await watched(request, work())
 
@@ -78,7 +80,9 @@ async def derender_completions(request: Request) -> Response:
     if (num_top := _num_logprobs(given)) is not None:
         asked.logprobs = max(num_top, asked.logprobs or 0)
     ids = body.prompt_token_ids or [None] * len(given)
-    prompts = [_prompt(server, one, own) for one, own in zip(given, ids, strict=True)]
+    prompts = await work_on_body(
+        request, lambda: [_prompt(server, one, own) for one, own in zip(given, ids, strict=True)]
+    )
 
     def answered() -> Response:
         text = text_options(asked)
@@ -94,7 +98,7 @@ async def derender_completions(request: Request) -> Response:
         }  # fmt: skip
         return json_answer(body.ignored, said)
 
-    return await watched(request, server.tokenise(CHARACTERS * _num_tokens(given), answered))
+    return await watched(request, server.tokenise(_work(given), answered))
 
 
 def _server(request: Request, model: str | None) -> tuple[ServerState, str]:
@@ -162,6 +166,14 @@ def _logprobs(entry: SampledLogprob) -> TokenLogprobs:
 
 def _num_tokens(given: Sequence[TokensResponse]) -> int:
     return sum(len(choice.token_ids or ()) for one in given for choice in one.choices)
+
+
+def _work(given: Sequence[TokensResponse]) -> int:
+    """Characters that are tokenised in the time that it takes to write these."""
+    choices = [choice for one in given for choice in one.choices]
+    entries = [entry for choice in choices if choice.logprobs for entry in choice.logprobs.content or ()]
+    num_logprobs = sum(1 + len(entry.top_logprobs) for entry in entries)
+    return TOKEN * _num_tokens(given) + CHOICE * len(choices) + LOGPROB * num_logprobs
 
 
 def _usage(given: Sequence[TokensResponse], prompt_tokens: Sequence[int]) -> dict[str, Any]:

@@ -4,6 +4,7 @@ answers."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import Any
 
@@ -13,21 +14,26 @@ from ..wire.batch_lines import Line
 
 PAUSE = 1.0  # seconds to the next try, where an answer does not say how many
 LONGEST = 60.0
+JSON = {"content-type": "application/json"}
 
 
 async def ask(
-    http: httpx.AsyncClient, line: Line, turn: AbstractAsyncContextManager[Any] | None = None
+    http: httpx.AsyncClient, read: Callable[[], Line], turn: AbstractAsyncContextManager[Any] | None = None
 ) -> httpx.Response | str:
-    """The answer, whose body is JSON, or what went wrong. `turn` is held while it is made, not while it waits."""
+    """The answer, whose body is JSON, or what went wrong. `turn` is held while it is made, not while it waits; `read`
+    gives the line for as long."""
     turn = nullcontext() if turn is None else turn
     try:
         while True:
             async with turn:
-                response = await http.post(line.url, json=line.body)
+                line = read()
+                response = await http.post(line.url, content=line.body, headers=JSON)
+                del line
             if response.status_code != 429:  # else too much is on its way at once: the batch has time
                 break
             await asyncio.sleep(min(LONGEST, float(response.headers.get("retry-after", PAUSE))))
-        response.json()
+        if not response.headers.get("content-type", "").startswith("application/json"):
+            return f"the answer is no JSON: {response.status_code}"
         return response
     except Exception as error:
         return f"{type(error).__name__}: {error}"

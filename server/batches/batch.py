@@ -70,7 +70,8 @@ class Batch:
 
     def cancel(self) -> None:
         """What is in work is ended; what was answered stays."""
-        if not self.has_ended and self.status != "cancelling":
+        done = self.task is not None and self.task.done()
+        if not self.has_ended and not done and self.status != "cancelling":
             self.become("cancelling")
             if self.task is not None:
                 self.task.cancel()
@@ -90,9 +91,10 @@ class Batch:
 
     def settle(self, task: asyncio.Task[None]) -> None:
         """Once its task is done."""
-        for file in (self.file, self.output, self.refused):
-            if file is not None:
-                file.num_users -= 1
+        self.file.num_users -= 1
+        for file in filter(None, (self.output, self.refused)):
+            file.num_users -= 1
+            file.expires_at += int(time.time()) - file.created_at  # its life begins with its end
         if task.cancelled():
             self.become("cancelled")
         elif (error := task.exception()) is not None:
@@ -139,8 +141,16 @@ class Batch:
 
         async def ask_next() -> None:
             for number, start, end in left:
-                line = read_line(bytes(self.file.content[start:end]), f"line {number}")
-                self._keep(work.files, line, await ask(work.http, line, work.turns))
+                custom_id = ""
+
+                def read(number: int = number, start: int = start, end: int = end) -> Line:
+                    nonlocal custom_id
+                    line = read_line(bytes(self.file.content[start:end]), f"line {number}")
+                    custom_id = line.custom_id or ""
+                    return line
+
+                said = await ask(work.http, read, work.turns)
+                self._keep(work.files, custom_id, said)
 
         try:
             async with asyncio.TaskGroup() as group:
@@ -150,7 +160,7 @@ class Batch:
             (first, *_) = several.exceptions
             self._note(str(first), "file_store_full", None)
 
-    def _keep(self, files: Files, line: Line, said: httpx.Response | str) -> None:
+    def _keep(self, files: Files, custom_id: str, said: httpx.Response | str) -> None:
         """Raises ApiError (400) where there is no room for it."""
         good = isinstance(said, httpx.Response) and said.status_code == 200
         response, error = None, None
@@ -161,7 +171,7 @@ class Batch:
             response = {
                 "status_code": said.status_code, "request_id": request_id, "body": msgspec.Raw(said.content),
             }  # fmt: skip
-        about = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id, "response": response}
+        about = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": custom_id, "response": response}
         data = msgspec.json.encode({**about, "error": error}) + b"\n"
         file = self.output if good else self.refused
         if file is None:

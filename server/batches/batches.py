@@ -11,6 +11,8 @@ from ..options.batches import BatchConfig
 from .batch import Batch, Work
 from .files import Files
 
+TOGETHER = 8  # one of so many batches that there may be is for other keys
+
 
 class Batches:
     def __init__(self, config: BatchConfig) -> None:
@@ -49,7 +51,15 @@ class Batches:
     def _make_room(self, owner: str) -> None:
         """Whose are most gives up the oldest that has ended. Raises ApiError (429)."""
         self._forget_old()
-        if len(self._by_id) < self.config.max_batches:
+        most = self.config.max_batches
+        running = sum(batch.owner == owner and not batch.has_ended for batch in self._by_id.values())
+        if running >= max(1, most - most // TOGETHER):  # others find room, however long these take
+            raise ApiError(
+                429, f"{running} of your batches are under way; of {most} (--max-batches) one key may have no more: "
+                "try again when one has ended.", type="rate_limit_error", code="too_many_batches",
+                headers={"retry-after": "60"},
+            )  # fmt: skip
+        if len(self._by_id) < most:
             return
         held = Counter(batch.owner for batch in self._by_id.values())
         ended = [batch for batch in self._by_id.values() if batch.has_ended]

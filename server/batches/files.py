@@ -23,6 +23,7 @@ class File:
     expires_at: int
     created_at: int = field(default_factory=lambda: int(time.time()))
     num_users: int = 0  # batches that read it or write to it: it stays
+    timer: asyncio.TimerHandle | None = None  # that forgets it
 
     def answer(self) -> dict[str, object]:
         """As OpenAI has it."""
@@ -52,7 +53,7 @@ class Files:
         self._by_id[id] = file
         self._counts[owner] += 1
         self._count(file, len(content))
-        asyncio.get_running_loop().call_later(kept + 1, self._forget_old)
+        file.timer = asyncio.get_running_loop().call_later(kept + 1, self._forget_old)
         return file
 
     def append(self, file: File, data: bytes) -> None:
@@ -89,6 +90,9 @@ class Files:
     def _forget(self, file: File) -> None:
         del self._by_id[file.id]
         self._count(file, -len(file.content))
+        file.content = b""  # a batch that has ended still knows of it
+        if file.timer is not None:
+            file.timer.cancel()
         self._counts[file.owner] -= 1
         if not self._counts[file.owner]:
             del self._counts[file.owner], self._sizes[file.owner]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import re
 import socket
 import ssl
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ LONGEST = 1 << 20  # bytes of one that are read
 PROC = Path("/proc")
 _LISTENS = "0A"  # the state of a socket in /proc/net/tcp
 _ACCEPTS = 0x10000  # a flag of one in /proc/net/unix
+_PYTHON = re.compile(r"(python|pypy)[\d.]*")
 _ANYWHERE = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
@@ -63,11 +65,14 @@ def listening(pid: int) -> list[Place]:
 
 
 def is_vserve(pid: int) -> bool:
+    """By what runs, not by what it is about: an editor may have a file of that name open, and a wrapper start one."""
     try:
-        words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:4]
+        words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")[:6]
     except OSError:
         return False
-    return any(os.path.basename(word) == "vserve" or word.startswith("vserve.server") for word in words)
+    names = (word for word in words if word[:1] not in ("", "-") and not _PYTHON.fullmatch(os.path.basename(word)))
+    program = next(names, "")
+    return os.path.basename(program) == "vserve" or program.startswith("vserve.server")
 
 
 def _tcp(pid: int, name: str) -> Iterator[tuple[str, Place]]:

@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Returns 0 where all are gone, 1 where one is not, 2 for a name that is none."""
     found = {model.name: model for model in shelved(arguments.download_dir)}
-    names = [hub_name(name) for name in arguments.names]
+    names = list(dict.fromkeys(hub_name(name) for name in arguments.names))
     for name in names:
         if name not in found:
             here = [name for name, model in found.items() if model.shelf == HUB]
@@ -34,7 +34,8 @@ def run(arguments: argparse.Namespace) -> int:
         if found[name].shelf != HUB:
             print(f"vserve: {name} is {found[name].shelf}'s: remove it there", file=sys.stderr)
             return 2
-    busy = {model: server for server in servers.find() for model in server.models if model in names}
+    running = [(model.partition(":")[0], server) for server in servers.find() for model in server.uses]
+    busy = {name: server for name, server in running if name in names}
     for name, server in busy.items():
         print(f"vserve: {name} is being served at {server.address}: `vserve stop {server.port or server.pid}` first",
               file=sys.stderr)  # fmt: skip
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace) -> int:
             print("vserve: nobody is here to be asked: add --yes", file=sys.stderr)
             return 2
         total = size(sum(found[name].size for name in names))
-        if input(f"delete {', '.join(names)} ({total})? [y/N] ").strip().lower() not in ("y", "yes"):
+        if not _agreed(f"delete {', '.join(names)} ({total})? [y/N] "):
             return 1
     for name in names:
         try:
@@ -55,3 +56,11 @@ def run(arguments: argparse.Namespace) -> int:
             return 1
         print(f"deleted {name}, {size(found[name].size)}")
     return 0
+
+
+def _agreed(question: str) -> bool:
+    try:
+        return input(question).strip().lower() in ("y", "yes")
+    except EOFError:  # Ctrl-D
+        print()
+        return False

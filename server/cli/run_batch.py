@@ -144,7 +144,7 @@ def _answer(line: Line, response: dict[str, Any] | None = None, error: dict[str,
 
 
 async def _ask(http: httpx.AsyncClient, line: Line) -> dict[str, Any]:
-    said = await ask(http, line)
+    said = await ask(http, lambda: line)
     if isinstance(said, str):
         return _answer(line, error={"code": "server_error", "message": said})
     request_id = said.headers.get("x-request-id", "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -16,7 +17,6 @@ from ...engine.options.config import EngineConfig
 from ..options.config import ServerConfig
 from . import chat, servers
 from .flags import add_flags, read_flags
-from .servers import Server
 
 EXAMPLES = ("vserve run Qwen/Qwen3-0.6B", "vserve run Qwen/Qwen3-0.6B 'What is 12 + 30?' --max-model-len 8K")
 _ADDRESS = re.compile(r"(https?://\S+)")
@@ -39,22 +39,30 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"vserve: {error}", file=sys.stderr)
         return 2
     wanted = {engine.model, *server.served_model_name}
-    if (running := next((one for one in servers.find() if _serves(one, wanted)), None)) is not None:
-        return chat.run(_chatting(arguments, f"{running.address}/v1"))
+    if server.uds is not None:
+        print("vserve: --uds is for `vserve serve`: a chat needs a port", file=sys.stderr)
+        return 2
+    for running in servers.find():
+        if running.state == "ready" and running.port and (names := [name for name in running.models if name in wanted]):
+            return chat.run(_chatting(arguments, f"{running.address}/v1", server, names[0]))
     log = _log_file() if arguments.keep else None
-    process = start(_for_server(arguments), log)
+    for number in (signal.SIGTERM, signal.SIGHUP):  # a terminal that closes: the server has a session of its own
+        if signal.getsignal(number) is signal.SIG_DFL:
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
+    process, goes_on = start(_for_server(arguments), log), False
     try:
         url = _address(process)
         if url is None:
             code = process.wait()
             print(log.read_text() if log is not None else "", end="", file=sys.stderr)
             return code
-        code = chat.run(_chatting(arguments, f"{url}/v1"))
+        goes_on = arguments.keep  # not one that never came to answer
+        code = chat.run(_chatting(arguments, f"{url}/v1", server))
         if arguments.keep:
             print(f"the server goes on at {url}, its log is {log}: `vserve stop {url.rpartition(':')[2]}` ends it")
         return code
     finally:
-        if not arguments.keep or process.poll() is not None:
+        if not goes_on or process.poll() is not None:
             process.terminate()
             process.wait()
 
@@ -87,6 +95,7 @@ def _for_server(arguments: argparse.Namespace) -> list[str]:
     texts = list(arguments.text)
     for word in left:
         name, equals, _ = word.partition("=")
+        name = name.replace("_", "-")  # as the parser has it
         if name == "--system-prompt":
             if not equals:
                 next(left, None)
@@ -112,16 +121,15 @@ def _drain(stream: IO[str]) -> None:
         pass
 
 
-def _serves(server: Server, wanted: set[str]) -> bool:
-    return server.state == "ready" and bool(server.port) and not wanted.isdisjoint(server.models)
-
-
-def _chatting(arguments: argparse.Namespace, url: str) -> argparse.Namespace:
+def _chatting(
+    arguments: argparse.Namespace, url: str, server: ServerConfig, model: str | None = None
+) -> argparse.Namespace:
     """What `vserve chat` would have been given."""
     parser = argparse.ArgumentParser()
     chat.add_arguments(parser)
     given = parser.parse_args(["--url", url])
     for name in _OWN:
         setattr(given, name, getattr(arguments, name))
-    given.api_key = next(filter(None, (arguments.opt_api_key or [None])), None) or given.api_key
+    given.model_name = model
+    given.api_key = next((line.key for line in server.key_lines("api_key")), None)
     return given

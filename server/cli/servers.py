@@ -21,9 +21,15 @@ class Server:
     places: list[Place]
     state: str = _SILENT
     models: list[str] = field(default_factory=list)  # names, the first one's own first
+    named: list[str] = field(default_factory=list)  # the model of its command line, where there is one
     scheme: str = "http"
     memory: int = 0  # bytes of all its processes; what they share counts for each
     started: float = 0.0  # seconds since the epoch
+
+    @property
+    def uses(self) -> set[str]:
+        """Names of models that it may have files of."""
+        return {*self.models, *self.named}
 
     @property
     def port(self) -> int:
@@ -41,8 +47,8 @@ def find() -> list[Server]:
     mine = {pid for pid in parents if pid != os.getpid() and health.is_vserve(pid)}
     found = []
     for pid in sorted(mine):
-        if parents[pid] in mine:
-            continue  # one of another's processes
+        if parents[pid] in mine and health.listening(parents[pid]):
+            continue  # one of another's processes; `vserve run`, which starts one, does not listen
         if places := health.listening(pid):
             found.append(_asked(Server(pid, places), parents))
     return found
@@ -58,13 +64,22 @@ def _asked(server: Server, parents: dict[int, int]) -> Server:
         server.scheme = "https" if ready.is_tls else "http"
         listed = health.ask(place, "/v1/models") if ready.status == 200 else None
         if listed is not None and listed.status == 200:
-            server.models = [model["id"] for model in json.loads(listed.text).get("data", ())]
+            server.models = _listed(listed.text)
         break
-    server.models = server.models or _named(server.pid)
+    server.named = _named(server.pid)
+    server.models = server.models or server.named
     family = _descendants(server.pid, parents)
     server.memory = sum(map(_resident, family))
     server.started = _started(server.pid)
     return server
+
+
+def _listed(text: str) -> list[str]:
+    """The names in what /v1/models says."""
+    try:
+        return [str(model["id"]) for model in json.loads(text)["data"]]
+    except (ValueError, LookupError, TypeError):
+        return []
 
 
 def is_zombie(pid: int) -> bool:
@@ -75,7 +90,10 @@ def is_zombie(pid: int) -> bool:
 def _named(pid: int) -> list[str]:
     """The model that its command line names, of a server that tells nobody without a key."""
     words = _read(pid, "cmdline").split("\0")
-    at = next((i for i, word in enumerate(words) if os.path.basename(word) == "vserve"), len(words))
+    at = next(
+        (i for i, word in enumerate(words) if os.path.basename(word) == "vserve" or word.startswith("vserve.server")),
+        len(words),
+    )
     rest = [word for word in words[at + 1 :] if word and word != "serve"]
     if not rest:
         return ["demo"]

@@ -21,6 +21,7 @@ from ..text.gguf_tokenizer import read_gguf_tokenizer
 from .download_line import size
 from .flags import add_flags, read_flags
 from .model_finding import from_hub_cache
+from .terminal import printable
 
 EXAMPLES = ("vserve show Qwen/Qwen3-0.6B", "vserve show llama3.2:1b")
 _DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "max_new_tokens")
@@ -48,7 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"vserve: {error}", file=sys.stderr)
         return 2
     for name, text in rows:
-        print(f"{name:<14} {text}")
+        print(f"{name:<14} {printable(text)}")
     return 0
 
 

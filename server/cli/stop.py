@@ -8,7 +8,7 @@ import signal
 import sys
 import time
 
-from . import servers
+from . import health, servers
 from .servers import Server
 
 EXAMPLES = ("vserve stop", "vserve stop 8000", "vserve stop Qwen/Qwen3-0.6B")
@@ -37,7 +37,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(f"vserve: {len(found)} servers run: {names}; name one, or add --all", file=sys.stderr)
         return 2
     for one in found:
-        os.kill(one.pid, signal.SIGTERM)
+        if health.is_vserve(one.pid):  # it may have ended meanwhile, and another program have its number
+            os.kill(one.pid, signal.SIGTERM)
     until = time.monotonic() + arguments.timeout
     while (left := [one for one in found if _runs(one)]) and time.monotonic() < until:
         time.sleep(0.05)
@@ -51,7 +52,8 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _is_meant(server: Server, which: str) -> bool:
-    return which in (str(server.pid), str(server.port), *server.models, *(n.rpartition("/")[2] for n in server.models))
+    names = [*server.models, *(name.rpartition("/")[2] for name in server.models)]
+    return which in (str(server.pid), str(server.port or server.pid), *names)
 
 
 def _runs(server: Server) -> bool:

@@ -221,43 +221,36 @@ def _is_space(node: Node) -> bool:
 
 
 def beginning(node: Node) -> re.Pattern[str] | None:
-    found = _first(node)
-    return None if found is None else re.compile("|".join(sorted(found)) or r"(?!)", re.DOTALL)
+    found, may_be_nothing = _first(node)
+    return None if may_be_nothing else re.compile("|".join(sorted(found)) or r"(?!)", re.DOTALL)
 
 
-def _first(node: Node) -> set[str] | None:
-    """Expressions of the characters that it may begin with; None: it may match no character at all."""
+def _first(node: Node) -> tuple[set[str], bool]:
+    """(Expressions of the characters that it may begin with, whether it may match no character at all)."""
     match node:
         case str():
-            return {re.escape(node)}
+            return {re.escape(node)}, False
         case Char():
-            return {node.source}
+            return {node.source}, False
+        case Never():
+            return set(), False
         case Group():
             return _first(node.part)
-        case Never():
-            return set()
-        case Sequence():
-            return _first_of(node.parts)
+        case Repeat():
+            found, is_empty = _first(node.part)
+            return found, is_empty or not node.least
         case Either():
             options = [_first(option) for option in node.options]
-            return None if None in options else set().union(*filter(None, options))
-        case Repeat():
-            return _first(node.part) if node.least else None
-    return None
-
-
-def _first_of(parts: tuple[Node, ...]) -> set[str] | None:
-    found: set[str] = set()
-    for part in parts:
-        if (first := _first(part)) is not None:
-            return found | first
-        inner = part.part if isinstance(part, Repeat | Group) else None
-        while isinstance(inner, Group):
-            inner = inner.part
-        if inner is None or (more := _first(inner)) is None:
-            return None
-        found |= more
-    return None
+            return set().union(*(found for found, _ in options)), any(is_empty for _, is_empty in options)
+        case Sequence():
+            begun: set[str] = set()
+            for part in node.parts:
+                found, is_empty = _first(part)
+                begun |= found
+                if not is_empty:
+                    return begun, False
+            return begun, True
+    return set(), True
 
 
 def may_be_empty(node: Node, at_start: bool) -> bool:

@@ -88,7 +88,10 @@ class Pattern:
     def _write_repeat(self, node: Repeat) -> None:
         steps = self.steps
         for _ in range(node.least):
+            before = len(steps)
             self._write(node.part)
+            if len(steps) == before:  # it writes nothing, however often
+                break
         if node.most is None:
             at = len(steps)
             steps.append((_FAIL, None, None))

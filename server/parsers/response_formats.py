@@ -68,7 +68,8 @@ def _called(reader: Reader, region: CallRegion, groups: dict[str, str]) -> Readi
     if region.called[1:-1] in groups and not reader.knows(groups[region.called[1:-1]]):
         return False
     if region.streams:
-        if not (yield from reader.arguments(groups[region.called[1:-1]])):
+        name = groups.get(region.called[1:-1])
+        if name is None or not (yield from reader.arguments(name)):
             return False
         yield from _closed(reader, region)
         return True

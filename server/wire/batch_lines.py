@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+
+import msgspec
 
 URLS = (
     "/v1/chat/completions",
@@ -35,7 +35,7 @@ class Line:
 
     custom_id: str | None
     url: str = ""
-    body: dict[str, Any] = field(default_factory=dict)
+    body: bytes = b""  # as it stands in the line: who answers it reads it
     problem: str | None = None
 
 
@@ -51,29 +51,45 @@ def places(text: bytes) -> Iterator[tuple[int, int, int]]:
         start = end + 1
 
 
+_OFF = (b"null", b"false")
+
+
 def read_line(line: bytes, where: str) -> Line:
-    """`where`: what messages call it."""
+    """`where`: what messages call it. No value is made of what is within its body: that may be large."""
     custom_id: str | None = None
     try:
         try:
-            request = json.loads(line.decode())
+            line.decode()
+            request = msgspec.json.decode(line, type=dict[str, msgspec.Raw])
         except UnicodeDecodeError as error:
             raise BatchError(f"{where} is not text in UTF-8 ({error})") from None
-        except (ValueError, RecursionError) as error:
+        except msgspec.ValidationError:  # an array, or a single value
+            request = {}
+        except (msgspec.DecodeError, RecursionError) as error:
             raise BatchError(f"{where} is no JSON ({error})") from None
-        if not isinstance(request, dict) or not isinstance(request.get("custom_id"), str):
+        custom_id, method, url = (_text(request.get(name)) for name in ("custom_id", "method", "url"))
+        if custom_id is None:
             raise BatchError(f"{where} has no 'custom_id', a string that its answer will carry")
-        custom_id = request["custom_id"]
-        if request.get("method", "POST") != "POST" or request.get("url") not in URLS:
+        if ("method" in request and method != "POST") or url not in URLS:
             raise BatchError(f"{where}: method must be POST, and url one of {', '.join(URLS)}")
-        if not isinstance(request.get("body"), dict):
-            raise BatchError(f"{where} has no 'body', the object that would be posted")
-        if request["body"].get("stream"):
+        try:
+            body = msgspec.json.decode(request.get("body", b""), type=dict[str, msgspec.Raw])
+        except (msgspec.DecodeError, RecursionError):
+            raise BatchError(f"{where} has no 'body', the object that would be posted") from None
+        if bytes(body.get("stream", b"null")) not in _OFF:
             raise BatchError(f"{where} has 'stream': leave it out, a batch has whole answers")
-        if request["body"].get("background"):
+        if bytes(body.get("background", b"null")) not in _OFF:
             raise BatchError(f"{where} has 'background': leave it out, a batch waits for its answers")
-        if str(request["body"].get("encoding_format")).startswith("bytes"):
+        if (_text(body.get("encoding_format")) or "").startswith("bytes"):
             raise BatchError(f"{where} has 'encoding_format' bytes: take base64, an answer here is a line of JSON")
     except BatchError as error:
         return Line(custom_id, problem=str(error))
-    return Line(custom_id, request["url"], request["body"])
+    return Line(custom_id, url or "", bytes(request["body"]))
+
+
+def _text(value: msgspec.Raw | None) -> str | None:
+    """None: it is no string."""
+    try:
+        return None if value is None else msgspec.json.decode(value, type=str)
+    except msgspec.DecodeError:
+        return None

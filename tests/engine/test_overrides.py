@@ -132,3 +132,26 @@ def test_a_key_that_nothing_reads_is_refused_before_torch(tiny_model: Any) -> No
     for read in (check_described, read_model_config):
         with pytest.raises(ConfigError, match=r"--hf-overrides is '.*': nothing reads 'rope_teta'; it may set [a-z]"):
             read(folder, config)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_the_rotation_of_a_text_beside_pictures(tmp_path: Path, key: str) -> None:
+    """Whatever the nested object says of it, under either name, gives way."""
+    text = {key: {"rope_type": "default", "mrope_section": [16, 24, 24]}, "max_position_embeddings": 512}
+    before = {"architectures": ["Qwen2_5_VLForConditionalGeneration"], "model_type": "qwen2_5_vl", "text_config": text}
+
+    def rope(**options: Any) -> Any:
+        return model_of(tmp_path, before, **options).layers[0].attention.rope
+
+    assert rope().type == "default"
+    found = rope(rope_scaling=json.dumps(YARN), rope_theta=5e6)
+    assert (found.type, found.factor, found.theta) == ("yarn", 4.0, 5e6)
+
+
+def test_another_type_of_rotation_keeps_the_part_that_is_rotated(tmp_path: Path) -> None:
+    before = {
+        "architectures": ["MiniMaxM2ForCausalLM"], "model_type": "minimax_m2", "head_dim": 128,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+    }  # fmt: skip
+    for options in ({}, {"rope_scaling": json.dumps(YARN)}):
+        assert {layer.attention.rotary_dim for layer in model_of(tmp_path, before, **options).layers} == {64}

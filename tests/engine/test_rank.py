@@ -114,8 +114,9 @@ def test_the_order_of_start_up_on_a_card(tiny_model: Any, monkeypatch: pytest.Mo
     half, worst = torch.float16, rank.WORST_SAMPLING
     graphs = [] if eager else [next(call for call in calls if call[0] == "capture_graphs")]
     assert calls == [
-        "device", "accumulate_in_fp32", "mem_get_info", "config", "download", "config", "weights", "load_model", "compilation",
-        "before_memory", "memory", "runner", *([] if eager else [("plan_graphs", 512, 1024, (2048, 4224))]),
+        "device", "accumulate_in_fp32", "mem_get_info", "config", "download", "config", "weights", "load_model",
+        "compilation", "before_memory", "memory", "runner",
+        *([] if eager else [("plan_graphs", 512, 1024, (2048, 4224))]),
         ("plan_memory", config, half, 8192, () if eager else ["shape"], made.rank.world), ("make_rows", 32),
         ("bind_cache", 3, half),
         "warm-up", *(("dummy_step", *step) for step in warm_steps.warm_up_steps(1024, 8192)),

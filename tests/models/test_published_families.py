@@ -22,6 +22,7 @@ from vserve.engine.errors import ModelError
 from vserve.engine.families.layer_spec import MoESpec
 from vserve.engine.layers.experts import Experts
 from vserve.engine.models.blocks import CausalLM
+from vserve.engine.models.mlp import with_stored_experts
 from vserve.engine.weights.loader import count_parameters, load_model
 
 from ..quant.checkpoints import write
@@ -253,3 +254,51 @@ def test_layers_that_read_others_are_divided_and_not_cut_into_stages() -> None:
     check_divides(config, 2)
     with pytest.raises(ModelError, match="--pipeline-parallel-size 2: layers of Gemma4ForCausalLM read what others"):
         check_stages(config, 2)
+
+
+def test_experts_of_what_drafts_say_nothing_of_those_that_are_loaded() -> None:
+    """Qwen 3.5 has stacked ones, and of its drafting layer single ones."""
+    raw = {"architectures": ["Qwen3_5MoeForCausalLM"], "model_type": "qwen3_5_moe_text", "dtype": "float32"}
+    config = parse_model_config(raw)
+    spec = next(layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec))
+    shapes = {
+        "model.layers.0.mlp.experts.gate_up_proj": (256, 2 * spec.inner, config.hidden_size),
+        "model.layers.0.mlp.experts.down_proj": (256, config.hidden_size, spec.inner),
+        "mtp.layers.0.mlp.experts.0.gate_proj.weight": (spec.inner, config.hidden_size),
+    }
+    found = with_stored_experts(config, shapes)
+    assert {layer.mlp.stored for layer in found.layers if isinstance(layer.mlp, MoESpec)} == {"stacked"}
+    turned = {name: (shape[0], *shape[:0:-1]) if len(shape) == 3 else shape for name, shape in shapes.items()}
+    found = with_stored_experts(config, turned)
+    assert {layer.mlp.stored for layer in found.layers if isinstance(layer.mlp, MoESpec)} == {"transposed"}
+
+
+def test_the_direction_of_stacked_experts_where_one_matrix_is_square() -> None:
+    raw = {
+        "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "hidden_size": 128, "head_dim": 32,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 64, "num_experts": 4,
+        "num_experts_per_tok": 2,
+    }  # fmt: skip
+    config = parse_model_config(raw)
+    for stored, down in (("stacked", (4, 128, 64)), ("transposed", (4, 64, 128))):
+        names = ("gate_up_proj", (4, 128, 128)), ("down_proj", down)
+        found = with_stored_experts(config, {f"model.layers.0.mlp.experts.{name}": shape for name, shape in names})
+        assert {layer.mlp.stored for layer in found.layers if isinstance(layer.mlp, MoESpec)} == {stored}
+
+
+def test_other_spellings_of_published_configurations() -> None:
+    scout = {"architectures": ["Llama4ForCausalLM"], "model_type": "llama4_text", "attn_temperature_tuning": 4}
+    assert any(layer.attention.temperature for layer in parse_model_config(scout).layers if layer.attention)
+    mimo = {"architectures": ["MiMoV2FlashForCausalLM"], "model_type": "mimo_v2_flash", "rope_theta": 1e7}
+    for given in ({"rope_scaling": {"type": "default"}}, {"rope_parameters": {"rope_type": "default"}}):
+        thetas = [layer.attention.rope.theta for layer in parse_model_config(mimo | given).layers]
+        assert set(thetas) == {1e7, 1e4} and thetas[0] == 1e7
+    with pytest.raises(
+        ModelError, match=r"layernorm_epsilon is 0\.001, and rms_norm_eps, which is read, another number"
+    ):
+        parse_model_config(mimo | {"layernorm_epsilon": 1e-3})
+    laguna = {"architectures": ["LagunaForCausalLM"], "model_type": "laguna"}
+    with pytest.raises(ModelError, match="an object with full_attention and sliding_attention belongs there"):
+        parse_model_config(laguna | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    with pytest.raises(ModelError, match="swa_attention_sink_enabled is set, which is not supported"):
+        parse_model_config(laguna | {"swa_attention_sink_enabled": True})

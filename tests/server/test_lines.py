@@ -35,7 +35,7 @@ def jsonl(tmp_path: Path) -> Callable[[dict[str, Any]], Path]:
 def test_a_batch_of_requests(jsonl: Callable[..., Path]) -> None:
     body = {"prompt": TEXT}
     line = {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": body}
-    assert [request.body for request in read_requests(str(jsonl(line)))] == [body]
+    assert [json.loads(request.body) for request in read_requests(str(jsonl(line)))] == [body]
 
 
 def test_a_batch_that_is_no_text(tmp_path: Path) -> None:

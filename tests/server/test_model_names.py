@@ -30,6 +30,9 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("https://huggingface.co/Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
         ("https://huggingface.co/Qwen/Qwen3-0.6B/tree/main", "Qwen/Qwen3-0.6B"),
         ("https://huggingface.co/Qwen/Qwen3-0.6B?local-app=vllm", "Qwen/Qwen3-0.6B"),
+        ("https://huggingface.co/x/y/tree/gptq-8bit", "https://huggingface.co/x/y/tree/gptq-8bit"),
+        ("https://huggingface.co/x/y/blob/main/m.gguf", "https://huggingface.co/x/y/blob/main/m.gguf"),
+        ("https://huggingface.co/datasets/squad", "https://huggingface.co/datasets/squad"),
         ("hf.co/unsloth/Qwen3-8B-GGUF:Q4_K_M", "unsloth/Qwen3-8B-GGUF:Q4_K_M"),
         ("huggingface.co/Qwen/Qwen3-0.6B/", "Qwen/Qwen3-0.6B"),
         ("Qwen/Qwen3-0.6B", "Qwen/Qwen3-0.6B"),
@@ -51,13 +54,20 @@ def test_a_copied_address_is_the_model_that_it_shows(copied: str, name: str) -> 
         ("qwen3:8b", "Qwen/Qwen3-8B"), ("qwen2.5:0.5b", "Qwen/Qwen2.5-0.5B-Instruct"),
         ("gemma3:4b-it-qat", "google/gemma-3-4b-it"), ("gpt-oss:20b", "openai/gpt-oss-20b"),
         ("deepseek-r1:7b", "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"), ("phi4", "microsoft/phi-4"),
-        ("foo", ""), ("foo:bar", ""), ("qwen3:nonsense", ""),
+        ("foo", ""), ("foo:bar", ""), ("qwen3:nonsense", ""), ("phi4:mini", ""), ("mixtral:8x22b", ""),
+        ("gemma3:270m", "google/gemma-3-270m-it"),
     ],
 )  # fmt: skip
 def test_a_name_without_an_owner_is_told_which_is_meant(typed: str, name: str) -> None:
     assert meant(typed) == name
     with pytest.raises(ConfigError, match=f"did you mean {name}\\?" if name else "pass a folder, or a name of the hub"):
         model_path.find_model(typed)
+
+
+@pytest.mark.parametrize("address", ["https://huggingface.co/x/y/tree/gptq-8bit", "hf.co/datasets/squad"])
+def test_an_address_of_something_else_is_no_model(address: str) -> None:
+    with pytest.raises(ConfigError, match="is not the address of a whole model: pass owner/model, a branch of it with"):
+        model_path.find_model(address)
 
 
 def test_old_models_of_the_hub_have_no_owner() -> None:
