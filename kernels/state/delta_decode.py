@@ -29,6 +29,7 @@ from .step import StateStep
 # Of a program: columns by the bytes of a state's element, and warps. On an H100, 256 rows of 32 heads: in float32
 # 490 µs, 555 with 32 columns, 582 with 32 and two warps; in float16 276 with 32 columns, 421 with 16.
 COLUMNS, WARPS = {4: 16, 2: 32}, 1
+NARROW = 16  # with drafts, whose states stand beside the folded one: more columns spill registers
 
 
 def delta_decode(
@@ -40,7 +41,8 @@ def delta_decode(
     if not rows:
         return
     _, heads, key_dim, value_dim = state.shape
-    columns = min(COLUMNS[state.element_size()], value_dim)
+    columns = COLUMNS[state.element_size()] if step.decode_query_len == 1 else NARROW
+    columns = min(columns, value_dim)
     _delta_decode_kernel[(value_dim // columns, heads, rows)](
         raw, gates, conv_weight, A_log, dt_bias, ring, state, out,
         step.slots, step.start, step.state_len, step.snap_at, step.snap_slot, step.query_start,
