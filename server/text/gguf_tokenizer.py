@@ -18,6 +18,7 @@ from ...engine.files.gguf_file import GGUFFile, Strings
 from .files import QWEN_WORDS, TokenizerFiles
 
 logger = logging.getLogger(__name__)
+SHOWN = 8  # names in an error
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type
 _NAMED = {
@@ -180,7 +181,7 @@ def _byte_level(table: _Table) -> FastTokenizer:
     if pre not in _WORDS:
         raise ModelError(
             f"{table.file.path} divides text by the rules {pre!r:.40} (tokenizer.ggml.pre), read are "
-            f"{', '.join(_WORDS)}: {_REMEDY}"
+            f"{', '.join([*_WORDS][:SHOWN])} and {len(_WORDS) - SHOWN} more: {_REMEDY}"
         )
     core = FastTokenizer(models.BPE(vocab=table.vocabulary(), merges=table.merges(), ignore_merges=pre in _WHOLE_WORDS))
     if pre in _COMPOSED:
