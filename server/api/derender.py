@@ -29,6 +29,7 @@ from .route import new_router
 from .tokens import json_answer, watched
 
 router = new_router()
+_NOTHING = {"service_tier": None, "system_fingerprint": None, "kv_transfer_params": None}
 # Characters that are tokenised in the time that a token is made text, a choice is made, a log-probability written.
 TOKEN, CHOICE, LOGPROB = 4, 128, 16
 
@@ -58,7 +59,8 @@ async def derender_chat(request: Request) -> Response:
                 "id": given.request_id or f"chatcmpl-{request.state.request_id}", "object": "chat.completion",
                 "created": int(time.time()), "model": name,
                 "choices": chat.choices(server.model.tokenizer, asked, answers),
-                "usage": _usage([given], [body.prompt_tokens or 0]),
+                "usage": _usage([given], [body.prompt_tokens or 0]), **_NOTHING, "prompt_logprobs": None,
+                "prompt_token_ids": None,
             }  # fmt: skip
             return json_answer(body.ignored, said)
 
@@ -94,7 +96,7 @@ async def derender_completions(request: Request) -> Response:
             "id": given[0].request_id or f"cmpl-{request.state.request_id}", "object": "text_completion",
             "created": int(time.time()), "model": name,
             "choices": [{**choice, "index": index} for index, choice in enumerate(written)],
-            "usage": _usage(given, body.prompt_tokens or []),
+            "usage": _usage(given, body.prompt_tokens or []), **_NOTHING,
         }  # fmt: skip
         return json_answer(body.ignored, said)
 
@@ -180,4 +182,5 @@ def _usage(given: Sequence[TokensResponse], prompt_tokens: Sequence[int]) -> dic
     num_prompt, num_output = sum(prompt_tokens), _num_tokens(given)
     return {
         "prompt_tokens": num_prompt, "completion_tokens": num_output, "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": 0}, "completion_tokens_details": {"reasoning_tokens": 0},
     }  # fmt: skip

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from ..errors import bad_request, unsupported
 from . import fields
-from .answers import Schema
+from .answers import PromptLogprobs, Schema, Usage
 from .requests import MAX_CHOICES, ChatRequest, CompletionRequest, StreamOptions
 from .validation import validated
 
@@ -16,6 +16,7 @@ from .validation import validated
 _UNREAD = frozenset(("detokenize", "output_kind", "skip_clone", "flat_logprobs"))
 _RENDERED = frozenset(("prompt", "prompt_token_ids", "count", "max_model_len", "token_offsets"))
 MAX_RESPONSES = fields.MAX_PROMPTS
+MOST = 2**31 - 1  # of a number that is written again
 
 
 class TokensRequest(BaseModel):
@@ -75,9 +76,9 @@ class TokenLogprob(BaseModel):
 
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
-    token_id: int = Field(ge=0)
+    token_id: int = Field(ge=0, le=MOST)
     logprob: float
-    rank: int | None = None
+    rank: int | None = Field(None, ge=0, le=MOST)
 
 
 class SampledLogprob(TokenLogprob):
@@ -116,7 +117,7 @@ class DerenderChat(BaseModel):
     model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
     stream: Literal[False] | None = Field(None, description="whole answers only")
     generate_response: TokensResponse = Field(description="what /inference/v1/generate has answered")
-    prompt_tokens: int | None = Field(None, ge=0, description="of the prompt, for the usage")
+    prompt_tokens: int | None = Field(None, ge=0, le=MOST, description="of the prompt, for the usage")
     prompt_token_ids: list[int] | None = Field(None, description="those that the answer follows, or the last of them")
     chat_request: ChatRequest | None = Field(
         None, description="what was asked: with it reasoning and tool calls are read"
@@ -136,7 +137,9 @@ class DerenderCompletions(BaseModel):
     generate_responses: list[TokensResponse] = Field(
         min_length=1, max_length=MAX_RESPONSES, description="what /inference/v1/generate has answered to each prompt"
     )
-    prompt_tokens: list[int] | None = Field(None, description="of each prompt, for the usage")
+    prompt_tokens: list[Annotated[int, Field(ge=0, le=MOST)]] | None = Field(
+        None, description="of each prompt, for the usage"
+    )
     prompt_token_ids: list[list[int] | None] | None = Field(None, description="those that each answer follows")
     completion_request: CompletionRequest | None = Field(None, description="what was asked")
 
@@ -151,7 +154,7 @@ class TokensAnswerChoice(BaseModel):
     index: int
     token_ids: list[int]
     text: str | None = Field(None, description="with output_mode text")
-    logprobs: Any = None
+    logprobs: dict[str, Any] | None = None
     finish_reason: str | None
     stop_reason: str | int | None = None
 
@@ -162,8 +165,8 @@ class TokensAnswer(Schema):
     model: str
     output_mode: Literal["tokens", "text"]
     choices: list[TokensAnswerChoice]
-    usage: Any
-    prompt_logprobs: Any
+    usage: Usage
+    prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None
     kv_transfer_params: None
 
@@ -172,5 +175,5 @@ class TokensChunk(BaseModel):
     request_id: str
     output_mode: Literal["tokens", "text"]
     choices: list[TokensAnswerChoice]
-    usage: Any = None
+    usage: Usage | None = None
     prompt_token_ids: list[int] | None = None

@@ -131,3 +131,16 @@ def test_what_cannot_be_derendered(client: Any, given: Any, param: str | None) -
     )
     assert lacking.status_code == 400 and "2 entries for 1 generate_responses" in lacking.text
     assert client.post("/v1/completions/derender", {"generate_responses": [{"choices": []}]}).json()["choices"] == []
+
+
+@pytest.mark.parametrize("number", [-1, 2**31, 10**30])
+def test_numbers_that_no_answer_can_carry_are_refused(client: Any, number: int) -> None:
+    said = {"choices": [{"index": 0, "token_ids": [5], "logprobs": {"content": [{"token_id": 5, "logprob": -1.0}]}}]}
+    ranked = {"choices": [{"index": 0, "token_ids": [5],
+                           "logprobs": {"content": [{"token_id": 5, "logprob": -1.0, "rank": number}]}}]}  # fmt: skip
+    for path, body in (
+        ("/v1/chat/completions/derender", {"generate_response": said, "prompt_tokens": number}),
+        ("/v1/chat/completions/derender", {"generate_response": ranked}),
+        ("/v1/completions/derender", {"generate_responses": [said], "prompt_tokens": [number]}),
+    ):
+        assert client.post(path, body).status_code == 400, (path, body)
