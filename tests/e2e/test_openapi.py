@@ -321,7 +321,10 @@ def thin_out(case: Any, document: dict[str, Any], data: st.DataObject) -> None:
     # JSON Schema calls 188.0 an integer and this server does not; how often it is drawn depends on hypothesis, which
     # looks for constants in whatever modules happen to be loaded.
     body = {field: int(v) if isinstance(v, float) and v.is_integer() else v for field, v in body.items()}
-    name = case.operation.definition.raw["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    content = case.operation.definition.raw["requestBody"]["content"]
+    if "application/json" not in content:  # a form
+        return
+    name = content["application/json"]["schema"]["$ref"]
     schema = document["components"]["schemas"][name.rpartition("/")[2]]
     if "properties" not in schema:  # one of several requests, each of which has its own route
         return
