@@ -5,7 +5,8 @@ from __future__ import annotations
 import io
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -41,21 +42,19 @@ def from_hub(
         ) from error
 
 
-class _without_bars:
+@contextmanager
+def _without_bars() -> Iterator[None]:
     """Several processes of a server download: none of them draws bars over the line that says how far the start is."""
+    from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
-    def __enter__(self) -> None:
-        from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars
-
-        self._before = are_progress_bars_disabled()
-        if not self._before and os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None:
-            disable_progress_bars()
-
-    def __exit__(self, *error: object) -> None:
-        from huggingface_hub.utils import enable_progress_bars
-
-        if not self._before and os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is None:
-            enable_progress_bars()
+    if are_progress_bars_disabled() or os.environ.get("HF_HUB_DISABLE_PROGRESS_BARS") is not None:
+        yield  # somebody has decided it
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()
 
 
 def _bytes_in_all(name: str, revision: str | None, patterns: list[str]) -> int:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 
+_HUB = r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)/"
 # https://huggingface.co/owner/model/tree/main, hf.co/owner/model:Q4_K_M …; not that of a branch or of one file, which
 # would be another model.
 _ADDRESS = re.compile(
-    r"(?:https?://)?(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)/"
-    r"(?P<name>(?!(?:datasets|spaces|collections|papers|docs|blog)/)[^/?#\s]+/[^/?#\s]+)"
+    _HUB + r"(?P<name>(?!(?:datasets|spaces|collections|papers|docs|blog)/)[^/?#\s]+/[^/?#\s]+)"
     r"(?:/tree/main)?/?(?:[?#]\S*)?"
 )
 # Who publishes a family, by how its names begin, whatever the case. The longer beginning comes first.
@@ -61,6 +61,11 @@ def hub_name(name: str) -> str:
     """The name on the hub of an address that was copied from its page; any other name as it is."""
     found = _ADDRESS.fullmatch(name.strip())
     return found["name"] if found else name
+
+
+def is_address(name: str) -> bool:
+    """Whether it is one of the web, or of a page of the hub, which `hub_name` has left as it is."""
+    return re.match(rf"https?://|{_HUB}", name) is not None
 
 
 def has_no_owner(name: str) -> bool:

@@ -6,10 +6,9 @@ import re
 from pathlib import Path
 
 from ..errors import ConfigError
-from .model_names import has_no_owner, meant
+from .model_names import has_no_owner, is_address, meant
 from .shelves import ollama_file
 
-_ADDRESS = re.compile(r"https?://|(?:www\.)?(?:huggingface\.co|hf\.co|hf-mirror\.com)/")
 _HUB_NAME = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*(:[\w.-]+)?)?")
 
 
@@ -29,7 +28,7 @@ def find_model(name: str) -> Path | None:
         )
     if "/" not in name and (file := ollama_file(name)) is not None:  # its owners are others than the hub's
         return file
-    if _ADDRESS.match(name):
+    if is_address(name):
         raise ConfigError(
             f"{name} is not the address of a whole model: pass owner/model, a branch of it with --revision, and one of "
             "its GGUF files as owner/model:Q4_K_M"

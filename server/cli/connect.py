@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     except TalkError as error:
         print(f"vserve: {error}", file=sys.stderr)
         return 1
-    key = arguments.api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+    key = talk.key_of(arguments)
     agent = make(url.rstrip("/").removesuffix("/v1"), model, key or _NO_KEY)
     command = [*agent.command, *arguments.rest]
     if not arguments.start:

@@ -55,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--no-history", action="store_true", help="neither read nor keep the file of past input")
 
 
+def key_of(arguments: argparse.Namespace) -> str | None:
+    """--api-key, else that of the first variable that has one."""
+    key: str | None = arguments.api_key
+    return key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+
+
 def add_text(parser: argparse.ArgumentParser, quick: str) -> None:
     """What is said once, by either name; without it there are many turns."""
     group = parser.add_mutually_exclusive_group()
@@ -104,7 +110,7 @@ def _is_here(url: str) -> bool:
 class Connection:
     def __init__(self, arguments: argparse.Namespace) -> None:
         """Raises TalkError where there is no server."""
-        key = arguments.api_key or next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
+        key = key_of(arguments)
         self.url = arguments.url.rstrip("/")
         headers = {"authorization": f"Bearer {key.strip()}"} if key else {}
         try:
