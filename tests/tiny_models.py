@@ -110,19 +110,19 @@ _QWEN3_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_hea
     "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
 _GLM_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
     "image_size": 28, "patch_size": 14}  # fmt: skip
-_GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
-_THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+THREE_AXES = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
 _EXPERTS_ALONE = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40}
 # Models of pictures and text: model_type → keys of the text, and of what looks at pictures. Those whose text has a
 # model_type may have others.
 PICTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": ({"rope_parameters": _THREE_AXES}, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
-    "qwen2_5_vl": ({"rope_parameters": _THREE_AXES}, _QWEN_SIGHT),
-    "qwen3_vl": ({"rope_parameters": _THREE_AXES | {"mrope_interleaved": True}}, _QWEN3_SIGHT),
-    "qwen3_vl_moe": ({"rope_parameters": _THREE_AXES | {"mrope_interleaved": True}, **_EXPERTS_ALONE}, _QWEN3_SIGHT),
-    "glm4v": ({"rope_parameters": _GLM_ROPE}, _GLM_SIGHT),
-    "glm46v": ({"rope_parameters": _GLM_ROPE, "model_type": "glm4v_text"}, _GLM_SIGHT | {"model_type": "glm4v_vision"}),
-    "glm4v_moe": ({"rope_parameters": _GLM_ROPE, **FAMILIES["glm4_moe"]}, _GLM_SIGHT),
+    "qwen2_vl": ({"rope_parameters": THREE_AXES}, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
+    "qwen2_5_vl": ({"rope_parameters": THREE_AXES}, _QWEN_SIGHT),
+    "qwen3_vl": ({"rope_parameters": THREE_AXES | {"mrope_interleaved": True}}, _QWEN3_SIGHT),
+    "qwen3_vl_moe": ({"rope_parameters": THREE_AXES | {"mrope_interleaved": True}, **_EXPERTS_ALONE}, _QWEN3_SIGHT),
+    "glm4v": ({"rope_parameters": GLM_ROPE}, _GLM_SIGHT),
+    "glm46v": ({"rope_parameters": GLM_ROPE, "model_type": "glm4v_text"}, _GLM_SIGHT | {"model_type": "glm4v_vision"}),
+    "glm4v_moe": ({"rope_parameters": GLM_ROPE, **FAMILIES["glm4_moe"]}, _GLM_SIGHT),
     "mistral3": ({"model_type": "ministral3", **FAMILIES["ministral3"]}, _SIGHT | {"model_type": "pixtral"}),
     "kimi_k25": ({"model_type": "deepseek_v3", **DEEPSEEK}, _SIGHT),
     "internvl": ({"model_type": "qwen3"}, _SIGHT | {"image_size": [28, 28], "patch_size": [14, 14]}),

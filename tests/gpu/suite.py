@@ -107,7 +107,17 @@ EXPERTS_AS_CODES = side_by_side(
 # it measures the card's memory.
 GROUPS: dict[str, list[list[Part]]] = {
     "core": [
-        [tests("kernels", "tests/kernels", "-m", "not product", workers=max(1, min(6, CORES // 2)), share="load")],
+        [
+            tests(
+                "kernels",
+                "tests/kernels",
+                "-m",
+                "not product",
+                "--durations=20",
+                workers=max(1, min(8, CORES // 2)),
+                share="worksteal",
+            )
+        ],
         [side_by_side("steps", "tests/gpu/test_steps.py")],
         [noticing("the noticing model")],
         [fault(kind) for kind in ("cell", "table", "stale")],

@@ -12,7 +12,7 @@ import torch
 
 from vserve.engine.link.sampling_params import SamplingParams
 
-from ..tiny_models import PICTURES, reference
+from ..tiny_models import GLM_ROPE, PICTURES, THREE_AXES, reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -80,12 +80,16 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_moe_text": HYBRID | EXPERTS,
     "qwen3_next": HYBRID | EXPERTS,
     "ministral3": GROWING,
-    "mistral4": LATENT | EXPERTS | GROWING | dict(kv_lora_rank=256, qk_nope_head_dim=64),
+    "mistral4": LATENT | EXPERTS | GROWING | dict(head_dim=128, kv_lora_rank=256, qk_nope_head_dim=64),
     "internlm3": {},
     **{kind: {} for kind in PICTURES},
     "mistral3": GROWING,
     "qwen3_vl_moe": EXPERTS,
-    "glm4v_moe": EXPERTS,
+    # Their heads are as wide as the model divided by how many there are.
+    "qwen2_vl": dict(num_attention_heads=4, rope_parameters=THREE_AXES | {"mrope_section": [16, 24, 24]}),
+    "qwen2_5_vl": dict(num_attention_heads=4, rope_parameters=THREE_AXES | {"mrope_section": [16, 24, 24]}),
+    "glm4v": dict(num_attention_heads=4, rope_parameters=GLM_ROPE | {"mrope_section": [8, 12, 12]}),
+    "glm4v_moe": EXPERTS | dict(rope_parameters=GLM_ROPE | {"mrope_section": [8, 12, 12]}),
     "kimi_k25": LATENT | EXPERTS,
 }  # fmt: skip
 SCALED = (

@@ -19,9 +19,10 @@ def rounded(x: Tensor) -> Tensor:
     return x.to(DTYPE).float()
 
 
-def by_flash_linear_attention(layer: Layer, raw: Tensor, gates: Tensor) -> Tensor:
-    """Outputs [n, Hv, V] in fp32 on the CPU, rounded where fla.ops.gated_delta_rule stores or multiplies 16 bits: what
-    is convolved, unit vectors, the inverse, its two products, states that are multiplied, new values, shares."""
+def by_flash_linear_attention(layer: Layer, raw: Tensor, gates: Tensor) -> tuple[Tensor, Tensor]:
+    """Outputs [n, Hv, V] and the state behind them [Hv, K, V], in fp32 on the CPU, rounded where
+    fla.ops.gated_delta_rule stores or multiplies 16 bits: what is convolved, unit vectors, the inverse, its two
+    products, states that are multiplied, new values, shares."""
     raw, gates, weight = raw.float().cpu(), gates.float().cpu(), layer.weight.float().cpu()
     full = torch.cat((raw.new_zeros(WIDTH - 1, raw.shape[1]), raw))
     mixed = sum(full[tap : tap + len(raw)] * weight[:, tap] for tap in range(WIDTH))
@@ -35,7 +36,7 @@ def by_flash_linear_attention(layer: Layer, raw: Tensor, gates: Tensor) -> Tenso
         a, b, c = (x[first : first + CHUNK].transpose(0, 1) for x in (q, k, v))
         g, share = decay[first : first + CHUNK].T.cumsum(-1), beta[first : first + CHUNK].T[:, :, None]
         between = (g[:, :, None] - g[:, None, :]).tril().exp().tril()
-        system = torch.eye(CHUNK) + (share * (b @ b.mT) * between).tril(-1)
+        system = torch.eye(a.shape[1]) + (share * (b @ b.mT) * between).tril(-1)
         inverse = rounded(torch.linalg.inv(system.double()).float())
         w = rounded(inverse @ rounded(b * share * g.exp()[:, :, None]))
         u = rounded(inverse @ rounded(c * share))
@@ -44,7 +45,7 @@ def by_flash_linear_attention(layer: Layer, raw: Tensor, gates: Tensor) -> Tenso
         outputs.append(rounded(output * scale).transpose(0, 1))
         left = g[:, -1:, None]
         state = state * left.exp() + b.mT @ rounded(new * (left - g[:, :, None]).exp())
-    return torch.cat(outputs)
+    return torch.cat(outputs), state
 
 
 def errors(found: Tensor, expected: Tensor) -> Tensor:
@@ -63,12 +64,12 @@ def test_16_bits_are_as_near_as_others(repeats: bool, device: str) -> None:
         one.gates[:, : layer.heads] += 3
     layer.run(delta_net.delta_net_triton, [], [Piece(one, TOKENS, True)])
     expected, states = recurrence(layer, one.raw, one.gates)
-    others = by_flash_linear_attention(layer, one.raw, one.gates)
+    others, _ = by_flash_linear_attention(layer, one.raw, one.gates)
     ours, theirs = errors(one.outputs[0], expected), errors(others, expected)
-    print(ours, theirs)
     assert (ours <= 2 * theirs).all(), (ours, theirs)
-    state = errors(layer.state[1].transpose(0, 1), states[-2].transpose(0, 1))
-    assert (state < 1e-2).all(), state
+    _, other = by_flash_linear_attention(layer, one.raw[:-1], one.gates[:-1])  # the last token is folded later
+    ours, theirs = (errors(state.transpose(0, 1), states[-2].transpose(0, 1)) for state in (layer.state[1], other))
+    assert (ours <= 2 * theirs).all(), (ours, theirs)
 
 
 def test_inverse_of_keys_that_are_all_one(device: str) -> None:

@@ -195,12 +195,12 @@ def test_what_is_no_number_is_written_as_none(path: str, code: torch.dtype, kind
 @pytest.mark.parametrize("path", WRITE)
 def test_attention_finds_what_is_no_number(path: str, what: str, kind: str, device: str) -> None:
     """Of decodes and of prompts, in that head alone."""
-    query = torch.randn(12, 4, 16, device=device)
-    key, value = (torch.randn(12, 2, 16, device=device) for _ in range(2))
+    query = torch.randn(12, 4, 32, device=device)
+    key, value = (torch.randn(12, 2, 32, device=device) for _ in range(2))
     broken = value if what == "value" else key
     broken[5, 1, 3] = float("inf") if what == "infinite key" else float("nan")
-    cos_sin = torch.cat((torch.ones(12, 8), torch.zeros(12, 8)), dim=-1).to(device)
-    caches = [torch.zeros(3, PAGE, 2, 16).to(CODES[0]).to(device) for _ in range(2)]
+    cos_sin = torch.cat((torch.ones(12, 16), torch.zeros(12, 16)), dim=-1).to(device)
+    caches = [torch.zeros(3, PAGE, 2, 32).to(CODES[0]).to(device) for _ in range(2)]
     scales = [torch.ones(3, PAGE, 2, device=device) for _ in caches]
     if kind == "fixed":
         scales = [fixed_scales(torch.ones(2, device=device), 3, PAGE) for _ in caches]
