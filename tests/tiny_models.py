@@ -10,10 +10,18 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedTokenizerFast
+from transformers import (
+    CONFIG_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedTokenizerFast,
+)
 
 DEEPSEEK = {  # of latent attention's sizes none is as large as another; a dense layer, then experts
     "num_key_value_heads": 4, "head_dim": 8, "q_lora_rank": 40, "kv_lora_rank": 32, "qk_nope_head_dim": 16,
@@ -168,7 +176,10 @@ def tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(family: str, **overrides: Any) -> Any:
-    """transformers' config of a tiny model: 2 layers, hidden 64, 4 heads that share 2 key heads."""
+    """transformers' config of a tiny model: 2 layers, hidden 64, 4 heads that share 2 key heads. Skips the test where
+    the installed transformers does not know the family, which the pinned one does (test_transformers_versions)."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip(f"transformers {transformers.__version__} has no {family}")
     values: dict[str, Any] = {
         "vocab_size": VOCAB_SIZE,
         "hidden_size": 64,

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor
+from transformers import CONFIG_MAPPING
 
 from vserve.engine.cache.states import StateLayout, StateStorage
 from vserve.engine.describe.reading import read_folder
@@ -361,6 +363,8 @@ def make(tiny_model: Callable[..., Path], family: str, rope: str = "default", va
     values = {"max_position_embeddings": 64, **VARIANTS[family][variant]}
     if family in ROTATED or family in FEW_ROPES:
         values["rope_parameters"] = ROPES[rope]
+    if "swiglu_limit" in values and not hasattr(CONFIG_MAPPING[family](), "swiglu_limit"):
+        pytest.skip(f"transformers {transformers.__version__} clamps at 7, whatever config.json says")
     return tiny_model(family, **values)
 
 
