@@ -98,6 +98,10 @@ class EngineConfig:
     language_model_only: bool = option(
         False, "of a model of pictures the text is served, as without this: the start says nothing of it", group="model"
     )
+    mm_processor_kwargs: str | None = option(
+        None, "JSON object with settings that come before those of the model's preprocessor_config.json, such as "
+        "'{\"max_pixels\": 1048576}'", group="model", problem=json_object, is_json=True,
+    )  # fmt: skip
     seed: int = option(0, "seeds dummy weights and requests that bring no seed of their own", group="model")
     device: str = option("auto", "where the model runs", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = option(

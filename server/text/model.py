@@ -58,6 +58,11 @@ class TextModel:
     any_whitespace: bool = True  # False: structured JSON is in one line, whatever a request says
     additional_properties: bool = True  # False: objects have what their schema lists, whatever a request says
 
+    @property
+    def modalities(self) -> list[str]:
+        """What a prompt may have."""
+        return ["text"]
+
 
 def load_text_model(
     model: str,
