@@ -57,11 +57,12 @@ class TextModel:
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)  # of embeddings
     any_whitespace: bool = True  # False: structured JSON is in one line, whatever a request says
     additional_properties: bool = True  # False: objects have what their schema lists, whatever a request says
+    processor: Processor | None = None  # of pictures, where the model sees any
 
     @property
     def modalities(self) -> list[str]:
         """What a prompt may have."""
-        return ["text"]
+        return ["text"] if self.processor is None else ["text", "image"]
 
 
 def load_text_model(
