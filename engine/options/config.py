@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from math import lcm
+from typing import Any
 
 from ..errors import ConfigError
 from . import config_checks as checks
@@ -334,6 +336,12 @@ class EngineConfig:
     def ranks_per_node(self) -> int:
         """Those of an engine that are on one host; with Ray, at most."""
         return self.world_size // self.nnodes
+
+    @property
+    def processor_kwargs(self) -> dict[str, Any]:
+        """--mm-processor-kwargs, read."""
+        found: dict[str, Any] = json.loads(self.mm_processor_kwargs or "{}")
+        return found
 
     @property
     def purpose(self) -> Purpose:

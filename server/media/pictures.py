@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from hashlib import blake2b
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from ...engine.link.media import MediaItem
@@ -62,6 +63,7 @@ class Pictures:
         self._fetcher = Fetcher(config)
         num_processes = config.media_processes or max(1, min(MOST_PROCESSES, num_cores() - 2))
         self.lanes = PictureLanes(1 + num_processes, rejected, waited_for, "decode")
+        self._can_decode = find_spec("PIL") is not None
         self._secret = os.urandom(16)  # keys of files are nobody's to guess
 
     def start(self) -> None:
@@ -134,6 +136,8 @@ class Pictures:
         return key.digest()
 
     async def _decoded(self, source: Source, data: bytes) -> MediaItem:
+        if not self._can_decode:
+            raise _bad(source, "cannot be read: this server has no Pillow (pip install pillow)")
         decode = partial(self.processes.decode, data, is_base64=bool(source.encoded), detail=source.detail)
         loop = asyncio.get_running_loop()
         start = loop.time()

@@ -13,7 +13,7 @@ import threading
 import msgspec
 
 from ...engine.link.media import MediaItem
-from .worker import READY, Asked, Decoded, receive, receive_bytes, send
+from .frames import READY, Asked, Decoded, receive, receive_bytes, send
 
 logger = logging.getLogger(__name__)
 

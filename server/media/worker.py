@@ -14,14 +14,13 @@ import os
 import resource
 import signal
 import socket
-import struct
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from ...engine.link.media import MediaItem
 from ...engine.vision.processors import decode
 from .decode import item_of, unpacked
+from .frames import READY, Asked, Decoded, receive, receive_bytes, send
 
 if TYPE_CHECKING:
     from ...engine.vision.processor import Processor
@@ -29,44 +28,7 @@ if TYPE_CHECKING:
 MEMORY_LIMIT = 3 << 29  # bytes of address space beyond what the libraries take
 CPU_SECONDS = 20  # of one picture; it is killed then
 NICENESS = 5  # the engine may share these cores
-LENGTH = struct.Struct("<Q")
-READY = b"!"  # a child's first word
 _PR_SET_PDEATHSIG = 1
-
-
-class Asked(msgspec.Struct, frozen=True, array_like=True):
-    """A picture, whose bytes follow."""
-
-    num_bytes: int
-    is_base64: bool
-    detail: str
-
-
-class Decoded(msgspec.Struct, frozen=True, array_like=True):
-    item: MediaItem | None
-    error: str = ""  # what is wrong with the picture, in words that go on with "it"
-
-
-def send(sock: socket.socket, message: bytes, data: bytes = b"") -> None:
-    """`data`: what follows the message, of a length that the message tells."""
-    sock.sendall(LENGTH.pack(len(message)) + message)
-    if data:
-        sock.sendall(data)
-
-
-def receive(sock: socket.socket) -> bytes:
-    """The next message as it is encoded. Raises EOFError where the other end is gone."""
-    return receive_bytes(sock, LENGTH.unpack(receive_bytes(sock, LENGTH.size))[0])
-
-
-def receive_bytes(sock: socket.socket, count: int) -> bytes:
-    received = bytearray(count)
-    view, at = memoryview(received), 0
-    while at < count:
-        if not (length := sock.recv_into(view[at:])):
-            raise EOFError
-        at += length
-    return bytes(received)
 
 
 def serve(sock: socket.socket, processor: Processor) -> None:

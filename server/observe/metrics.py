@@ -42,8 +42,8 @@ LENGTH = tuple(m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= 1_
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # A series is there from the start, at zero: an alert on its increase must not miss the first one.
 REJECTED = (
-    "queued_requests", "queued_tokens", "queued_text", "queued_pictures", "bodies", "key_requests", "key_tokens", "key_open_requests",
-    "loading", "draining", "engine_down",
+    "queued_requests", "queued_tokens", "queued_text", "queued_pictures", "bodies", "key_requests", "key_tokens",
+    "key_open_requests", "loading", "draining", "engine_down",
 )  # fmt: skip
 TIMED_OUT = ("request", "queue", "write")
 ABORTED = ("disconnect", "cancel", "timeout", "error")
