@@ -141,6 +141,10 @@ class ServerState:
             return self.beside
         return self.named(asked)
 
+    def sees(self, asked: str | None) -> bool:
+        """Whether the model with that name sees pictures."""
+        return self.named(asked).pictures is not None
+
     def engine_info(self) -> EngineInfo:
         """Raises ApiError (503) unless the engine can serve."""
         client = self.client
