@@ -98,6 +98,11 @@ class EngineConfig:
     language_model_only: bool = option(
         False, "of a model of pictures the text is served, as without this: the start says nothing of it", group="model"
     )
+    mm_encoder_cache_tokens: int | None = option(
+        None, "tokens of pictures whose features stay in memory, so that a picture is looked at once; a request needs "
+        "those of its largest picture (default: 16384, or those of the largest picture that the model takes)",
+        group="model", bounds=POSITIVE,
+    )  # fmt: skip
     seed: int = option(0, "seeds dummy weights and requests that bring no seed of their own", group="model")
     device: str = option("auto", "where the model runs", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = option(

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 import numpy as np
 
@@ -24,20 +25,9 @@ from .request import Request
 
 Key = tuple[str | None, bytes]  # the cache salt, the picture's own
 
-# What a step may encode, in patches² + patches, as attention costs: one of the largest pictures, or many small ones.
-# Beside decodes, which all wait for it, less. One picture may be encoded in any step.
-LARGEST, BESIDE_DECODES = 16_384, 4_096  # patches
-
-
-def encoding_cost(item: MediaItem) -> int:
-    """Of its attention and products, each frame or tile for itself."""
-    frames, rows, columns = item.grid
-    patches = rows * columns
-    return frames * (patches * patches + patches)
-
-
-def _budget(patches: int) -> int:
-    return patches * patches + patches
+# What a step may encode: one of the largest pictures or many small ones, which are as long in attention at most, and
+# no more in all else. Beside decodes, which all wait for it, less. One picture may be encoded in any step.
+STEP_PATCHES, PATCHES_BESIDE_DECODES = 16_384, 4_096
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +65,7 @@ class EncoderCache:
         self.num_queries = self.num_hits = 0  # pictures that were looked up, and found
         self.num_encoded_patches = 0
         self._last_number = 0
-        self._budget = 0  # that is left to the step
+        self._budget = 0  # patches that the step may still encode
 
     # ---- what requests may have ----
     def problem(self, token_ids: Sequence[int], media: Sequence[MediaItem]) -> str | None:
@@ -89,10 +79,10 @@ class EncoderCache:
             end = item.start + item.length
             if min(item.grid) < 1 or min(item.size) < 1 or rows % self.merge or columns % self.merge:
                 return f"{of}: {rows} x {columns} patches of {frames} frames cannot be merged by {self.merge}"
-            if len(item.pixels) != 3 * np.prod(item.size, dtype=np.int64):
+            if len(item.pixels) != 3 * prod(item.size):
                 return f"{of}: {len(item.pixels)} bytes are not the pixels of {item.size}"
             size = len(self._tokens_of(token_ids, item, item.start, end))
-            if not size or (self.three_axes and size != np.prod(merged(item, self.merge), dtype=np.int64)):
+            if not size or (self.three_axes and size != prod(merged(item, self.merge))):
                 return f"{of}: {size} of its {item.length} tokens stand for {rows} x {columns} patches"
             sizes.append(size)
         needed = max(sizes, default=0) if self.chunked else sum(sizes)
@@ -109,8 +99,8 @@ class EncoderCache:
             media, computed = holder.request.media, holder.request.num_computed_tokens
             for index in [i for i in holder.entries if media[i].start + media[i].length <= computed]:
                 self._let_go(holder.entries.pop(index))
-        self._budget = _budget(BESIDE_DECODES if beside_decodes else LARGEST)
-        self._budget -= sum(encoding_cost(encode.item) for _, encode in self.pending)
+        self._budget = PATCHES_BESIDE_DECODES if beside_decodes else STEP_PATCHES
+        self._budget -= sum(prod(encode.item.grid) for _, encode in self.pending)
 
     def reach(self, request: Request, start: int, num_new: int) -> int:
         """Tokens of the chunk that a step may compute instead of `num_new` behind the first `start`: as far as the
@@ -130,7 +120,7 @@ class EncoderCache:
                 if held > self.capacity:
                     return max(0, item.start - start)
             if entry is None:
-                cost = encoding_cost(item)
+                cost = prod(item.grid)
                 if self.chunked and cost > budget and not first:
                     return max(0, item.start - start)
                 budget, first = budget - cost, False
@@ -153,7 +143,7 @@ class EncoderCache:
                 entry = Entry(self._last_number, key, size)
                 self.num_used += size
                 self.pending.append((entry, Encode(entry.number, item, size)))
-                self._budget -= encoding_cost(item)
+                self._budget -= prod(item.grid)
             else:
                 self.num_hits += 1
             entry.num_users += 1
@@ -175,8 +165,7 @@ class EncoderCache:
         forgotten, pending = self.forgotten, self.pending
         self.forgotten, self.pending = [], []
         for _, encode in pending:
-            frames, rows, columns = encode.item.grid
-            self.num_encoded_patches += frames * rows * columns
+            self.num_encoded_patches += prod(encode.item.grid)
         return forgotten, [encode for _, encode in pending]
 
     def embeds(self, request: Request, index: int, start: int, num_new: int) -> list[Embed]:

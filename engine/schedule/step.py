@@ -115,7 +115,8 @@ class Step:
         scored, pooled = prompts.plan(batch, num_computed, self.scored, self.pooled) if prompts else ([], [])
         return StepPlan(
             self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled,
-            self.num_drafts, self.adapters, told, gone, self.exports, self.forgotten, self.encode, self.embeds, self.axes,
+            self.num_drafts, self.adapters, told, gone, self.exports, self.forgotten, self.encode,
+            self.embeds, self.axes,
         )  # fmt: skip
 
     def _see(self, kv: KVCacheManager, request: Request, index: int, computed: int, num_new: int) -> None:

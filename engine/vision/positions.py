@@ -40,3 +40,15 @@ def axis_positions(media: Sequence[MediaItem], merge: int, start: int, end: int)
             begin = item.start + rope_delta([other for other in media if other.start < item.start], merge)
             positions[:, first - start : last - start] = begin + np.stack(inside)
     return positions
+
+
+def pair_axes(sections: tuple[int, int, int], interleaved: bool) -> list[int]:
+    """Of each pair of elements of a head that is turned: by time (0), height (1) or width (2).
+
+    sections: pairs of each. One behind the other; or taking turns for as long as height and width have some left, where
+    time has the rest.
+    """
+    if not interleaved:
+        return [axis for axis, count in enumerate(sections) for _ in range(count)]
+    pairs = range(sum(sections))
+    return [next((axis for axis in (1, 2) if pair % 3 == axis and pair < 3 * sections[axis]), 0) for pair in pairs]
