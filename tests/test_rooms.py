@@ -21,8 +21,8 @@ FLOORS = {
     ),
     "engine": (
         "errors", "parallel", "link", "options", "grammar", "quant", "families", "files", "describe", "layers",
-        "models", "foreign", "cache", "adapters", "weights", "schedule", "speculation", "step", "planning", "ranks",
-        "start",
+        "vision", "models", "foreign", "cache", "adapters", "weights", "schedule", "speculation", "step", "planning",
+        "ranks", "start",
     ),
     "kernels": ("launch", "norm", "attention", "state", "rows", "linear", "sampling", "lora", "experts"),
 }  # fmt: skip

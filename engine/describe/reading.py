@@ -25,6 +25,7 @@ from .divide import refuse as refuse_stages
 from .download import from_hub
 from .model_config import Foreign, ModelConfig, choose
 from .overrides import overridden, overrides
+from .picture_files import check_tokens, vision_of_files
 from .torchvision import hide_broken_torchvision
 
 if TYPE_CHECKING:
@@ -43,6 +44,9 @@ def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
         model = read_folder(
             folder, source, changes, config.quantization, config.model_impl, config.trust_remote_code, config.purpose
         )
+    if config.language_model_only:
+        model = replace(model, vision=None)
+    check_tokens(model)
     return without_windows(model) if config.disable_sliding_window else model
 
 
@@ -108,7 +112,11 @@ def read_folder(
 
     raw = overridden(read_config(Path(source or folder)), changes)
     described = parse_model_config(raw, implementation, Path(source or folder), trusted, purpose)
-    config = replace(described, quantization=_scheme(Path(folder), raw, quantization))
+    config = replace(
+        described,
+        quantization=_scheme(Path(folder), raw, quantization),
+        vision=None if described.vision is None else vision_of_files(Path(folder), described.vision),
+    )
     if config.foreign is None:
         config = replace(config, head=read_head(Path(folder), raw, config.hidden_size, purpose))
     elif purpose.classifies:
@@ -208,6 +216,7 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         generates=head is None and purpose.runner != "pooling" and causal,
         causal=causal,
         pictures=bool(family.nested),
+        vision=None if family.vision is None else family.vision(raw),
         given_class=names[0] if names and not any(map(is_known, names)) else "",
     )
 

@@ -1,5 +1,5 @@
-"""Models of pictures and text, of which the text is served: a row each says which family of text it is, under which
-class. Gemma 3's stands beside its text (gemma)."""
+"""Models of pictures and text: a row each says which family of text it is, under which class, and what looks at
+pictures; where it names nothing, the text alone is served. Gemma 3's stands beside its text (gemma)."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 from .deepseek import DEEPSEEK_V3
-from .family import Family, Names, attention_spec, layer_count, mlp_spec
+from .family import Family, attention_spec, layer_count, mlp_spec
 from .glm import GLM4, GLM4_MOE
-from .layer_spec import LayerSpec, MoESpec
+from .layer_spec import LayerSpec, MoESpec, Names
 from .llama import LLAMA, MISTRAL
 from .qwen import QWEN2, QWEN3, QWEN3_MOE, qwen3_moe_layers
 from .raw_config import RawConfig
+from .towers import qwen3_vl_vision
 
 # Where the decoder stands in a checkpoint: as transformers writes it, as it did before 4.52, and as Qwen 2 VL had it.
 _PLACES: tuple[Names, ...] = (
@@ -71,9 +72,14 @@ _QWEN3_VL_MOE = {**_NO_WINDOWS, "norm_topk_prob": True}
 PICTURES = (
     beside_pictures(QWEN2, "Qwen2VLForConditionalGeneration", "qwen2_vl"),
     beside_pictures(QWEN2, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
-    beside_pictures(QWEN3, "Qwen3VLForConditionalGeneration", "qwen3_vl", own=_NO_WINDOWS),
+    beside_pictures(QWEN3, "Qwen3VLForConditionalGeneration", "qwen3_vl", own=_NO_WINDOWS, vision=qwen3_vl_vision),
     beside_pictures(
-        QWEN3_MOE, "Qwen3VLMoeForConditionalGeneration", "qwen3_vl_moe", layers=qwen3_vl_moe_layers, own=_QWEN3_VL_MOE
+        QWEN3_MOE,
+        "Qwen3VLMoeForConditionalGeneration",
+        "qwen3_vl_moe",
+        layers=qwen3_vl_moe_layers,
+        own=_QWEN3_VL_MOE,
+        vision=qwen3_vl_vision,
     ),
     beside_pictures(GLM4, "Glm4vForConditionalGeneration", "glm4v", layers=glm4v_layers),
     beside_pictures(GLM4, "Glm46VForConditionalGeneration", "glm46v", layers=glm4v_layers, like="glm4v"),

@@ -22,6 +22,7 @@ from ..layers.rope import RotaryEmbedding
 from ..layers.routing import watch
 from ..parallel.group import ALONE, Group
 from ..quant.weights import Placement, WeightMap, keep_at_hand
+from ..vision.towers import make_tower
 from .attention_block import AttentionBlock
 from .delta_block import DeltaBlock
 from .latent_attention import LatentAttentionBlock
@@ -200,6 +201,8 @@ class CausalLM(nn.Module):
             if not isinstance(spec.mixer, DeltaSpec) and not isinstance(layer.mixer, DeltaBlock)
         )
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
+        # What looks at pictures, in the stage that has the embedding.
+        self.tower = None if config.vision is None or not self.stage.is_first else make_tower(config.vision, place)
         self.features: Features | None = None  # hidden states that a drafting head reads; None: none does
         routers = [None if isinstance(layer.mlp, MLP) else layer.mlp.router for layer in self._layers]
         self.expert_load = watch(routers, place.device)
@@ -323,7 +326,8 @@ class CausalLM(nn.Module):
             found["lm_head"] = (self.lm_head, "out")
         if self.pooling_head is not None:
             found |= self.pooling_head.weight_map()
-        return {self.config.named(path): target for path, target in found.items()}
+        named = {self.config.named(path): target for path, target in found.items()}
+        return named if self.tower is None else named | self.tower.weight_map()
 
     def is_ignorable(self, name: str) -> bool:
         """Tensors some checkpoints carry that nothing needs: rotary tables, a copy of the tied output matrix, what

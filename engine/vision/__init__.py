@@ -1,4 +1,12 @@
-"""Pictures: what a model's tower is, how pictures become what it reads, and where their tokens are.
+"""What is done with pictures before the text has them. Processors resize them, where they are decoded; towers look at
+them, on the device.
+
+processor: from a decoded picture to the pixels, the tokens and the key of its item
+qwen_processor: the image processor of Qwen's models
+processors: which processor a model's pictures pass, and its way to other processes
 
 positions: where the tokens of a prompt with pictures are, in time, height and width
+tower: the blocks of towers, and what is around them
+qwen: the tower of Qwen3-VL and Qwen 3.5
+towers: which tower a model has
 """
