@@ -21,6 +21,7 @@ from vserve.engine.vision.positions import axis_positions, rope_delta
 from .test_scheduler_properties import GARBAGE, VOCAB, Device, Row, Simulation
 
 PICTURE, MOVIE = VOCAB - 1, VOCAB - 2  # tokens that features stand for; both are in texts as well
+STEP, BESIDE = 16, 4  # patches that a step may encode, and beside decodes
 NAN = -2  # states computed of features that there are not: whoever reads one is told
 UNSEEN = "the tower has raised"
 
@@ -65,7 +66,9 @@ class MediaDevice(Device):
         super().__init__(config, salts)
         self.media: dict[int, tuple[list[int], list[int], tuple[MediaItem, ...]]] = {}  # ids, what is seen, pictures
         self.entries: dict[int, Encode] = {}
+        self.told: set[int] = set()
         self.unseen: dict[int, str] = {}
+        self.broken: set[int] = set()  # entries that the tower has raised for
         self.may_lack = False  # a step has failed: not all plans have arrived
         self.blind_rate = self.luck.choice([0, 0, 0.1])
         self.num_encoded = self.num_embeds = self.num_cut = self.num_blind = 0
@@ -80,15 +83,19 @@ class MediaDevice(Device):
             axes = self.config.media_axes
             assert new.rope_delta == (rope_delta(media, self.config.media_merge) if axes else 0)
         for number in plan.forget:
-            assert self.may_lack or number in self.entries, "forgets what it never had"
+            assert self.may_lack or number in self.told, "forgets what it never had"
             self.entries.pop(number, None)
         for encode in plan.encode:
-            assert encode.entry not in self.entries
+            assert encode.entry not in self.told, "a number twice"
+            self.told.add(encode.entry)
             self.num_encoded += 1
             if self.luck.random() < self.blind_rate:
                 self.unseen[encode.entry] = UNSEEN
+                self.broken.add(encode.entry)
             else:
                 self.entries[encode.entry] = encode
+        patches = sum(prod(encode.item.grid) for encode in plan.encode)
+        assert patches <= STEP or len(plan.encode) <= 1 or not self.config.enable_chunked_prefill, "too much at once"
         kept = sum(encode.num_features for encode in self.entries.values())
         assert kept <= self.config.encoder_cache_tokens or self.may_lack, "more features than there is room for"
 
@@ -98,6 +105,7 @@ class MediaDevice(Device):
         for embed in plan.embeds:
             row, encode = self.rows[plan.rows[embed.index]], self.entries.get(embed.entry)
             assert 0 <= embed.first_token and embed.first_token + embed.count <= plan.num_tokens[embed.index]
+            assert encode is not None or embed.entry in self.broken, "features that nobody has made"
             assert encode is None or embed.first_feature + embed.count <= encode.num_features
             for place in range(embed.count):
                 at = row.number, row.computed + embed.first_token + place
@@ -117,7 +125,9 @@ class MediaDevice(Device):
                     self.num_blind += 1
                     continue
                 self.num_embeds += seen[position] >= VOCAB
-                assert put == (seen[position] if seen[position] >= VOCAB else -1), "another picture, or none, or too many"
+                assert put == (seen[position] if seen[position] >= VOCAB else -1), (
+                    "another picture, or none, or too many"
+                )
             behind = media[-1].start + media[-1].length if media else 0
             self.num_cut += any(item.start < end < item.start + item.length for item in media)
             wanted = None
