@@ -7,6 +7,6 @@ processors: which processor a model's pictures pass, and its way to other proces
 
 positions: where the tokens of a prompt with pictures are, in time, height and width
 tower: the blocks of towers, and what is around them
-qwen: the tower of Qwen3-VL and Qwen 3.5
+qwen: the towers of Qwen2-VL, 2.5-VL and 3-VL, and of Qwen 3.5
 towers: which tower a model has
 """
