@@ -40,7 +40,8 @@ class Seeing:
         self.num_tokens = self.largest = 0
         self.axes = None
         if spec.mrope is not None:
-            self.axes = torch.tensor(pair_axes(spec.mrope, spec.interleaved), dtype=torch.int64, device=device)
+            axes = pair_axes(spec.mrope, spec.interleaved, rotary.head_dim // 2)
+            self.axes = torch.tensor(axes, dtype=torch.int64, device=device)
 
     @classmethod
     def of(cls, model: Model, device: torch.device) -> Seeing | None:
@@ -78,7 +79,8 @@ class Seeing:
         owners = [np.arange(starts[row.index], starts[row.index + 1]) for row in plan.axes]
         if owners:
             upload.add(np.concatenate(owners))
-            upload.add(np.concatenate([np.frombuffer(r.positions, np.int32).reshape(3, -1) for r in plan.axes], axis=1))
+            axes = [np.frombuffer(row.positions, np.int32).reshape(3, -1) for row in plan.axes]
+            upload.add(np.concatenate(axes, axis=1).ravel())
         sent = upload.send(self.device)
         if tokens and self.tower is not None:
             batch.attention.pictures = PictureTokens(sent[0].long(), self._rows(plan, batch))

@@ -42,13 +42,14 @@ def axis_positions(media: Sequence[MediaItem], merge: int, start: int, end: int)
     return positions
 
 
-def pair_axes(sections: tuple[int, int, int], interleaved: bool) -> list[int]:
+def pair_axes(sections: tuple[int, int, int], interleaved: bool, num_pairs: int) -> list[int]:
     """Of each pair of elements of a head that is turned: by time (0), height (1) or width (2).
 
     sections: pairs of each. One behind the other; or taking turns for as long as height and width have some left, where
     time has the rest.
     """
     if not interleaved:
+        assert sum(sections) == num_pairs, "no model has it so"
         return [axis for axis, count in enumerate(sections) for _ in range(count)]
-    pairs = range(sum(sections))
-    return [next((axis for axis in (1, 2) if pair % 3 == axis and pair < 3 * sections[axis]), 0) for pair in pairs]
+    axes = [pair % 3 for pair in range(num_pairs)]
+    return [axis if pair < 3 * sections[axis] else 0 for pair, axis in enumerate(axes)]

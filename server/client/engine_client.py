@@ -113,10 +113,11 @@ class EngineClient:
         self._send(message)
 
     def submit(
-        self, token_ids: Sequence[int], sampling: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
-    ) -> Mailbox:
+        self, token_ids: Sequence[int], sampling: SamplingParams, *, priority: int = 0, cache_salt: str | None = None,
+        media: tuple[MediaItem, ...] = (),
+    ) -> Mailbox:  # fmt: skip
         """Sends a request. Raises EngineDeadError when there is nobody to send it to."""
-        (mailbox,) = self.submit_choices(1, token_ids, sampling, priority=priority, cache_salt=cache_salt)
+        (mailbox,) = self.submit_choices(1, token_ids, sampling, priority=priority, cache_salt=cache_salt, media=media)
         return mailbox
 
     def submit_choices(
