@@ -104,8 +104,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SIGHT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 28, "patch_size": 14}  # fmt: skip
-_QWEN_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
-    "fullatt_block_indexes": [0]}  # fmt: skip
+_QWEN_SIGHT = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "fullatt_block_indexes": [1], "initializer_range": 0.2}  # fmt: skip
 _QWEN3_SIGHT = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
     "num_position_embeddings": 16, "initializer_range": 0.2}  # fmt: skip
 _DEEP = {"deepstack_visual_indexes": [0, 2]}  # blocks behind which features are made for layers 0 and 1
@@ -119,7 +119,10 @@ _EXPERTS_ALONE = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_
 # Models of pictures and text: model_type → keys of the text, and of what looks at pictures. Those whose text has a
 # model_type may have others.
 PICTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": ({"rope_parameters": _THREE_AXES}, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
+    "qwen2_vl": (
+        {"rope_parameters": _THREE_AXES},
+        {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "initializer_range": 0.2},
+    ),
     "qwen2_5_vl": ({"rope_parameters": _THREE_AXES}, _QWEN_SIGHT),
     "qwen3_vl": ({"rope_parameters": _THREE_AXES | {"mrope_interleaved": True}}, _QWEN3_SIGHT | _DEEP),
     "qwen3_vl_moe": (

@@ -13,7 +13,7 @@ from .layer_spec import LayerSpec, MoESpec, Names
 from .llama import LLAMA, MISTRAL
 from .qwen import QWEN2, QWEN3, QWEN3_MOE, qwen3_moe_layers
 from .raw_config import RawConfig
-from .towers import qwen3_vl_vision
+from .towers import qwen2_5_vl_vision, qwen2_vl_vision, qwen3_vl_vision
 
 # Where the decoder stands in a checkpoint: as transformers writes it, as it did before 4.52, and as Qwen 2 VL had it.
 _PLACES: tuple[Names, ...] = (
@@ -70,8 +70,8 @@ def qwen3_vl_moe_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
 _NO_WINDOWS = {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 0, "layer_types": None}
 _QWEN3_VL_MOE = {**_NO_WINDOWS, "norm_topk_prob": True}
 PICTURES = (
-    beside_pictures(QWEN2, "Qwen2VLForConditionalGeneration", "qwen2_vl"),
-    beside_pictures(QWEN2, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl"),
+    beside_pictures(QWEN2, "Qwen2VLForConditionalGeneration", "qwen2_vl", vision=qwen2_vl_vision),
+    beside_pictures(QWEN2, "Qwen2_5_VLForConditionalGeneration", "qwen2_5_vl", vision=qwen2_5_vl_vision),
     beside_pictures(QWEN3, "Qwen3VLForConditionalGeneration", "qwen3_vl", own=_NO_WINDOWS, vision=qwen3_vl_vision),
     beside_pictures(
         QWEN3_MOE,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,18 @@ _QWEN3 = {
     "num_position_embeddings": 2304, "deepstack_visual_indexes": None,
 }  # fmt: skip
 _QWEN3_VL = {**_QWEN3, "deepstack_visual_indexes": [8, 16, 24]}
+_QWEN2_5_VL = {
+    "depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16,
+    "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "window_size": 112,
+    "out_hidden_size": 3584, "fullatt_block_indexes": [7, 15, 23, 31],
+}  # fmt: skip
+_QWEN2_VL = {
+    "depth": 32, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16,
+    "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
+}  # fmt: skip
+_QWEN_TOKENS = {"image_token_id": 151655, "video_token_id": 151656}
+# What OpenAI's CLIP was trained with.
+_CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # In files of transformers today, and of most before.
 _VISUAL, _OTHER_VISUAL = (("visual.", "model.visual."),), ((),)
 
@@ -28,7 +41,7 @@ _VISUAL, _OTHER_VISUAL = (("visual.", "model.visual."),), ((),)
 def qwen3_vl_vision(raw: Mapping[str, Any]) -> VisionSpec:
     """Full attention over each picture, positions of a table and by rotation, features for the first layers, too."""
     return replace(
-        _qwen3(raw, _QWEN3_VL, {"image_token_id": 151655, "video_token_id": 151656}),
+        _qwen3(raw, _QWEN3_VL, _QWEN_TOKENS),
         mrope=_sections(raw, (24, 20, 20)), interleaved=True,
     )  # fmt: skip
 
@@ -41,30 +54,75 @@ def qwen3_5_vision(raw: Mapping[str, Any]) -> VisionSpec:
     )  # fmt: skip
 
 
-def _qwen3(raw: Mapping[str, Any], defaults: Mapping[str, Any], tokens: Mapping[str, int]) -> VisionSpec:
-    seen, outer = _seen(raw, defaults), RawConfig(raw, tokens)
-    depth = _depth(seen, "depth")
-    sides = seen.count("num_position_embeddings")
-    deepstack = seen.optional_list("deepstack_visual_indexes") or []
-    if any(type(index) is not int or not 0 <= index < depth for index in deepstack):
+def qwen2_5_vl_vision(raw: Mapping[str, Any]) -> VisionSpec:
+    """Attention in windows but in a few blocks, positions by rotation alone."""
+    seen = _seen(raw, _QWEN2_5_VL)
+    depth, spec = _depth(seen, "depth"), _qwen(raw, seen, _QWEN_TOKENS, "out_hidden_size")
+    unit, window = spec.patch * spec.merge, seen.count("window_size")
+    if window < unit:
         raise ModelError(
-            f"config.json: deepstack_visual_indexes is {deepstack!r:.60}, blocks from 0 to {depth - 1} belong there: "
-            "correct the file"
+            f"config.json: window_size of vision_config is {window}, less than the {unit} pixels of a token: correct it"
         )
+    return replace(
+        spec,
+        blocks=_blocks(seen, seen.count("hidden_size"), "num_heads", depth, gated=True, norm="rms"),
+        window=window // unit,
+        full=_indices(seen, "fullatt_block_indexes", depth),
+    )
+
+
+def qwen2_vl_vision(raw: Mapping[str, Any]) -> VisionSpec:
+    """Full attention over each picture, positions by rotation alone."""
+    seen = _seen(raw, _QWEN2_VL)
+    hidden = seen.count("embed_dim")
+    inner = int(hidden * seen.number("mlp_ratio"))
+    blocks = _blocks(seen, hidden, "num_heads", _depth(seen, "depth"), inner)
+    return replace(_qwen(raw, seen, _QWEN_TOKENS, "hidden_size"), blocks=blocks)
+
+
+def _qwen(raw: Mapping[str, Any], seen: RawConfig, tokens: Mapping[str, int], out: str) -> VisionSpec:
+    """Of Qwen2-VL and 2.5-VL, but for the blocks. out: the key of what features are long."""
+    outer = RawConfig(raw, tokens)
     return VisionSpec(
-        "qwen",
-        _blocks(seen, depth, seen.count("num_heads")),
-        out=_same_width(raw, seen.count("out_hidden_size")),
+        "qwen2",
+        BlockSpec(0, 0, 0, 1),
+        out=_same_width(raw, seen.count(out)),
         patch=_side(seen, "patch_size"),
         merge=seen.count("spatial_merge_size"),
         image_token=outer.size("image_token_id"),
         video_token=outer.size("video_token_id"),
         frames=_side(seen, "temporal_patch_size"),
-        table=int(sides**0.5),
-        deepstack=tuple(deepstack),
+        mrope=_sections(raw, (16, 24, 24)),
+        mean=_CLIP_MEAN,
+        std=_CLIP_STD,
         names=_VISUAL,
         other_names=_OTHER_VISUAL,
     )
+
+
+def _qwen3(raw: Mapping[str, Any], defaults: Mapping[str, Any], tokens: Mapping[str, int]) -> VisionSpec:
+    seen = _seen(raw, defaults)
+    depth = _depth(seen, "depth")
+    return replace(
+        _qwen(raw, seen, tokens, "out_hidden_size"),
+        kind="qwen3",
+        blocks=_blocks(seen, seen.count("hidden_size"), "num_heads", depth),
+        table=math.isqrt(seen.count("num_position_embeddings")),
+        deepstack=_indices(seen, "deepstack_visual_indexes", depth),
+        mean=(0.5, 0.5, 0.5),
+        std=(0.5, 0.5, 0.5),
+    )
+
+
+def _indices(seen: RawConfig, key: str, depth: int) -> tuple[int, ...]:
+    """Blocks, in order."""
+    found = seen.optional_list(key) or []
+    if any(type(index) is not int or not 0 <= index < depth for index in found) or len(set(found)) < len(found):
+        raise ModelError(
+            f"config.json: {key} of vision_config is {found!r:.60}, blocks from 0 to {depth - 1} belong there: correct "
+            "the file"
+        )
+    return tuple(found)
 
 
 def _seen(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> RawConfig:
@@ -79,20 +137,23 @@ def _seen(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> RawConfig:
     return seen
 
 
-def _blocks(seen: RawConfig, depth: int, heads: int, **changes: Any) -> BlockSpec:
-    hidden = seen.count("hidden_size")
+def _blocks(
+    seen: RawConfig, hidden: int, heads_key: str, depth: int, inner: int | None = None, **changes: Any
+) -> BlockSpec:
+    heads = seen.count(heads_key)
     if hidden % heads or (hidden // heads) % 4:
         raise ModelError(
-            f"config.json: hidden_size of vision_config is {hidden}, for {heads} heads a multiple of {4 * heads} is "
-            "needed: correct the file"
+            f"config.json: vectors of vision_config have {hidden} elements, for {heads} heads a multiple of "
+            f"{4 * heads} is needed: correct the file"
         )
     name = seen.get("hidden_act") or ""
     if name not in _ACTIVATIONS:
         raise ModelError(
-            f"config.json: hidden_act of vision_config is {name!r}, supported are {', '.join(_ACTIVATIONS)}: use "
+            f"config.json: hidden_act of vision_config is {name!r:.60}, supported are {', '.join(_ACTIVATIONS)}: use "
             "another model"
         )
-    return BlockSpec(depth, hidden, seen.count("intermediate_size"), heads, _ACTIVATIONS[name], **changes)
+    inner = seen.count("intermediate_size") if inner is None else inner
+    return BlockSpec(depth, hidden, inner, heads, _ACTIVATIONS[name], **changes)
 
 
 def _depth(seen: RawConfig, key: str) -> int:

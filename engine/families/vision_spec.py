@@ -8,7 +8,7 @@ from typing import Literal
 from .layer_spec import Names
 
 # Whose assembly of blocks it is, and who resizes a picture for it: a file of engine/vision/ each.
-TowerKind = Literal["qwen"]
+TowerKind = Literal["qwen2", "qwen3"]
 TowerActivation = Literal["gelu_tanh", "gelu", "quick_gelu", "silu"]
 
 
@@ -46,6 +46,8 @@ class VisionSpec:
     image_token: int  # of which a picture's features take the places
     video_token: int | None = None
     frames: int = 1  # of a video that one patch is made of
+    window: int = 0  # tokens a side that attend to one another; 0: all of a frame do
+    full: tuple[int, ...] = ()  # blocks without such windows
     table: int = 0  # rows and columns of the table of positions; 0: there is none
     deepstack: tuple[int, ...] = ()  # blocks behind which features are made for the text's first layers, too
     mrope: tuple[int, int, int] | None = None  # rotated pairs by time, row and column; None: positions as text has them

@@ -5,7 +5,8 @@ processor: from a decoded picture to the pixels, the tokens and the key of its i
 qwen_processor: the image processor of Qwen's models
 processors: which processor a model's pictures pass, and its way to other processes
 
+positions: where the tokens of a prompt with pictures are, in time, height and width
 tower: the blocks of towers, and what is around them
-qwen: the tower of Qwen3-VL and Qwen 3.5
+qwen: the towers of Qwen2-VL, 2.5-VL and 3-VL, and of Qwen 3.5
 towers: which tower a model has
 """

@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from ..errors import ConfigError
+from ..errors import ConfigError, ModelError
 from ..families.vision_spec import VisionSpec
 from ..link.media import MediaItem
 
@@ -107,3 +107,13 @@ def only(overrides: Mapping[str, Any], known: tuple[str, ...]) -> None:
             f"--mm-processor-kwargs: {unknown[0]!r:.60} is no setting of this model's image processor, which has "
             f"{', '.join(known)}"
         )
+
+
+def agree(settings: Mapping[str, Any], described: Mapping[str, int]) -> None:
+    """Raises ModelError where the folder's processor makes other pictures than config.json's tower takes."""
+    for key, value in described.items():
+        if settings.get(key, value) != value:
+            raise ModelError(
+                f"the image processor's {key} is {settings[key]!r:.60}, config.json has {value}: the files are not of "
+                "one model, download them again"
+            )

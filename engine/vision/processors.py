@@ -13,7 +13,7 @@ from ..families.vision_spec import TowerKind, VisionSpec
 from .processor import Processor
 from .qwen_processor import QwenProcessor
 
-PROCESSORS: dict[TowerKind, type[Processor]] = {"qwen": QwenProcessor}
+PROCESSORS: dict[TowerKind, type[Processor]] = {"qwen2": QwenProcessor, "qwen3": QwenProcessor}
 _ANY = QwenProcessor
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..families.vision_spec import VisionSpec
-from .processor import MOST_PIXELS, Fitted, Grid, Pixels, Processor, only, resized, whole
+from .processor import MOST_PIXELS, Fitted, Grid, Pixels, Processor, agree, only, resized, whole
 
 MOST_STRETCHED = 200  # a side is at most so many times the other
 _SIZE = "size"
@@ -27,6 +27,7 @@ class QwenProcessor(Processor, frozen=True, tag="qwen"):
     @classmethod
     def read(cls, vision: VisionSpec, settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> QwenProcessor:
         only(overrides, (*_BOUNDS, _SIZE, "do_resize"))
+        agree(settings, {"patch_size": vision.patch, "merge_size": vision.merge})
         unit = (vision.patch * vision.merge) ** 2
         defaults = {"min_pixels": 4 * unit, "max_pixels": 16_384 * unit}
         bounds = {

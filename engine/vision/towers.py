@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from ..families.vision_spec import TowerKind, VisionSpec
 from ..quant.weights import Placement
-from .qwen import QwenTower
+from .qwen import Qwen2Tower, Qwen3Tower
 from .tower import Tower
 
-TOWERS: dict[TowerKind, type[Tower]] = {"qwen": QwenTower}
+TOWERS: dict[TowerKind, type[Tower]] = {"qwen2": Qwen2Tower, "qwen3": Qwen3Tower}
 
 
 def make_tower(vision: VisionSpec, place: Placement) -> Tower:
