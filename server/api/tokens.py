@@ -115,8 +115,9 @@ async def chat_tokens(
     def rendered(is_short: Callable[[int], bool] = encoder.is_short) -> tuple[str, list[int] | None]:
         whole = body.messages or [] if messages is None else messages()
         if has_pictures(whole):
-            if server.pictures is None or not sees:
+            if not sees or not server.sees(body.model):
                 raise refused(whole)
+            assert server.pictures is not None
             whole, sources[:] = taken_out(whole)
             server.pictures.check_number(sources)
         return chat_prompt(whole, special, tokenizer, options, is_short, order)
