@@ -1,4 +1,4 @@
-"""Over HTTP, pictures give transformers' tokens and log-probabilities (fp32, CPU); processes of their own decode them."""
+"""Over HTTP, pictures give transformers' tokens and log-probabilities (fp32, CPU); other processes decode them."""
 
 from __future__ import annotations
 
@@ -121,15 +121,14 @@ def check(folder: Path, answer: Any, *files: bytes) -> None:
 
 
 def test_a_megapixel(folder: Path, url: str) -> None:
-    """As PNG and as JPEG; the second time it is found, in the server as in the engine."""
-    for form in ("PNG", "JPEG"):
-        file = file_of(1024, 1024, form)
-        answers = [ask(url, "What is this?", file) for _ in range(2)]
-        assert answers[0]["usage"]["prompt_tokens"] > 1024
-        assert answers[1]["choices"][0]["token_ids"] == answers[0]["choices"][0]["token_ids"]
-        check(folder, answers[0], file)
+    """The second time it is found, in the server as in the engine."""
+    file = file_of(1024, 1024, "JPEG")
+    answers = [ask(url, "What is this?", file) for _ in range(2)]
+    assert answers[0]["usage"]["prompt_tokens"] > 1024
+    assert answers[1]["choices"][0]["token_ids"] == answers[0]["choices"][0]["token_ids"]
+    check(folder, answers[0], file)
     page = httpx.get(f"{url}/metrics").text
-    assert re.search(r"^vllm:mm_cache_hits_total{.*} 2\.0$", page, re.MULTILINE)
+    assert re.search(r"^vllm:mm_cache_hits_total{.*} 1\.0$", page, re.MULTILINE)
 
 
 def test_several_pictures_of_several_shapes(folder: Path, url: str) -> None:
