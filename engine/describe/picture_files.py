@@ -47,8 +47,15 @@ def vision_of_files(folder: Path, vision: VisionSpec) -> VisionSpec | None:
     from ..files.checkpoint import read_headers  # it imports torch
 
     settings = read_preprocessor(folder)
+    known = special_tokens(folder) if vision.separator_texts else {}
+    separators = tuple(
+        known.get(text, default) for text, default in zip(vision.separator_texts, vision.separators, strict=True)
+    )
     vision = replace(
-        vision, mean=_colours(settings, "image_mean", vision.mean), std=_colours(settings, "image_std", vision.std)
+        vision,
+        separators=separators,
+        mean=_colours(settings, "image_mean", vision.mean),
+        std=_colours(settings, "image_std", vision.std),
     )
     try:
         headers = read_headers(folder)
@@ -59,6 +66,20 @@ def vision_of_files(folder: Path, vision: VisionSpec) -> VisionSpec | None:
         if any(name.startswith(named.named(f"{vision.root}.")) for name in headers):
             return named
     return None
+
+
+def special_tokens(folder: Path) -> dict[str, int]:
+    """Of the tokenizer's files; empty where there are none that can be read, which is for the tokenizer to say."""
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            if isinstance(tokens := found.get("added_tokens_decoder"), dict):
+                return {token["content"]: int(number) for number, token in tokens.items()}
+            if isinstance(tokens := found.get("added_tokens"), list):
+                return {token["content"]: int(token["id"]) for token in tokens}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return {}
 
 
 def _colours(settings: Mapping[str, Any], key: str, default: tuple[float, float, float]) -> tuple[float, float, float]:

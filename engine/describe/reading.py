@@ -216,7 +216,7 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         generates=head is None and purpose.runner != "pooling" and causal,
         causal=causal,
         pictures=bool(family.nested),
-        vision=None if family.vision is None else family.vision(raw),
+        vision=None if family.vision is None else family.vision(values),
         given_class=names[0] if names and not any(map(is_known, names)) else "",
     )
 
