@@ -87,8 +87,8 @@ def features_of_transformers(folder: Path, item: Item) -> Tensor:
     if hasattr(model, "visual"):
         found = model.visual(patches_of_qwen(folder, item), torch.tensor([item[1].grid]))
         return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", [])], dim=1)
-    pixels = normalised(folder, item)
-    return torch.cat(list(model.get_image_features(pixels, image_sizes=[item[1].size[1:]]).pooler_output))
+    sizes = [item[1].size[1:]]
+    return model.multi_modal_projector(model.vision_tower(normalised(folder, item), sizes)[0][0], sizes)
 
 
 def tokens_of(folder: Path, item: MediaItem) -> int:
