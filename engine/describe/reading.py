@@ -15,6 +15,7 @@ from ..families.head_spec import read_head
 from ..families.layer_spec import AttentionSpec, LayerSpec, MoESpec
 from ..families.raw_config import RawConfig, architectures, dtype_name, flag, model_type
 from ..families.registry import find_family, is_known
+from ..families.vision_spec import VisionSpec
 from ..files.model_file import read_config
 from ..options.config import EngineConfig
 from ..options.config_checks import ANY, Purpose
@@ -185,12 +186,26 @@ def parse_model_config(
     return _parse(raw, dtype, kind, purpose)
 
 
-def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) -> ModelConfig:
+def read_vision(raw: dict[str, Any], config: EngineConfig, folder: Path) -> VisionSpec | None:
+    """What looks at the pictures of a model, by the content of its config.json alone, and without torch; None: nothing
+    does. Raises ModelError."""
+    if config.language_model_only or config.purpose.runner == "pooling":
+        return None
+    family = choose(raw, config.model_impl, folder, config.trust_remote_code)
+    return family.vision(_flat(raw, family)) if isinstance(family, Family) and family.vision is not None else None
+
+
+def _flat(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """With what a model beside other towers says of its text in an object of its own. Raises ModelError."""
     inner = raw.get(family.nested) or {}
     if not isinstance(inner, dict):
         raise ModelError(f"config.json: {family.nested} is {inner!r:.60}, an object belongs there: correct the file")
     # Options change the outer object: what it says counts.
-    raw = {**inner, **{key: value for key, value in raw.items() if value is not None or key not in inner}}
+    return {**inner, **{key: value for key, value in raw.items() if value is not None or key not in inner}}
+
+
+def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) -> ModelConfig:
+    raw = _flat(raw, family)
     values = RawConfig(raw, family.defaults)
     hidden_size = values.count("hidden_size")
     head = read_head(None, raw, hidden_size, purpose)

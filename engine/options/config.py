@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from math import lcm
+from typing import Any
 
 from ..errors import ConfigError
 from . import config_checks as checks
@@ -98,6 +100,10 @@ class EngineConfig:
     language_model_only: bool = option(
         False, "of a model of pictures the text is served, as without this: the start says nothing of it", group="model"
     )
+    mm_processor_kwargs: str | None = option(
+        None, "JSON object with settings that come before those of the model's preprocessor_config.json, such as "
+        "'{\"max_pixels\": 1048576}'", group="model", problem=json_object, is_json=True,
+    )  # fmt: skip
     seed: int = option(0, "seeds dummy weights and requests that bring no seed of their own", group="model")
     device: str = option("auto", "where the model runs", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = option(
@@ -330,6 +336,12 @@ class EngineConfig:
     def ranks_per_node(self) -> int:
         """Those of an engine that are on one host; with Ray, at most."""
         return self.world_size // self.nnodes
+
+    @property
+    def processor_kwargs(self) -> dict[str, Any]:
+        """--mm-processor-kwargs, read."""
+        found: dict[str, Any] = json.loads(self.mm_processor_kwargs or "{}")
+        return found
 
     @property
     def purpose(self) -> Purpose:

@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from ..errors import ConfigError, ModelError
 from ..families.vision_spec import VisionSpec
@@ -83,8 +81,10 @@ def resized(rgb: Pixels, height: int, width: int, mode: str = "bicubic") -> Pixe
     torchvision, which for a picture in memory row by row is torch's own resize of bytes."""
     if rgb.shape[:2] == (height, width):
         return rgb
+    import torch  # the server's own process, which resizes nothing, does without
+
     image = torch.from_numpy(np.ascontiguousarray(rgb)).permute(2, 0, 1)[None]
-    found = functional.interpolate(image, (height, width), mode=mode, align_corners=False, antialias=True)
+    found = torch.nn.functional.interpolate(image, (height, width), mode=mode, align_corners=False, antialias=True)
     result: Pixels = found[0].permute(1, 2, 0).contiguous().numpy()
     return result
 
