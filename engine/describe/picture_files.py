@@ -41,22 +41,28 @@ def read_preprocessor(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def vision_of_files(folder: Path, vision: VisionSpec) -> VisionSpec | None:
-    """With the names that the files have for the tower's tensors, and what its pixels are normalised by; None: the
-    files are the text's alone. Raises ModelError."""
-    from ..files.checkpoint import read_headers  # it imports torch
-
+def vision_of_settings(folder: Path, vision: VisionSpec) -> VisionSpec:
+    """With what its pixels are normalised by, and the numbers that the tokenizer gives its separators. Raises
+    ModelError."""
     settings = read_preprocessor(folder)
     known = special_tokens(folder) if vision.separator_texts else {}
     separators = tuple(
         known.get(text, default) for text, default in zip(vision.separator_texts, vision.separators, strict=True)
     )
-    vision = replace(
+    return replace(
         vision,
         separators=separators,
         mean=_colours(settings, "image_mean", vision.mean),
         std=_colours(settings, "image_std", vision.std),
     )
+
+
+def vision_of_files(folder: Path, vision: VisionSpec) -> VisionSpec | None:
+    """The same, with the names that the files have for the tower's tensors; None: they are the text's alone. Raises
+    ModelError."""
+    from ..files.checkpoint import read_headers  # it imports torch
+
+    vision = vision_of_settings(folder, vision)
     try:
         headers = read_headers(folder)
     except ModelError:

@@ -17,6 +17,7 @@ from ..layers.delta import DeltaNet
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head
 from ..layers.norm import NoNorm, Norm, make_norm
+from ..layers.picture_tokens import PictureTokens
 from ..layers.rope import RotaryEmbedding
 from ..layers.routing import watch
 from ..parallel.group import ALONE, Group
@@ -226,6 +227,9 @@ class CausalLM(nn.Module):
         else:
             residual = embeddings.clone() if self.stage.is_first else embeddings
         x: Tensor | None = None
+        pictures = batch.pictures
+        if pictures is not None and self.stage.is_first:
+            pictures.embed(residual)
         if self.token_vectors is not None:
             batch.token_vectors = self.token_vectors(input_ids, residual)
         if self.expert_load is not None:
@@ -235,15 +239,30 @@ class CausalLM(nn.Module):
             return self._with_features(features, x, residual, positions, batch, wanted)
         if not self.stage.is_last:
             wanted = None
+        if pictures is not None and pictures.num_layers(self.config.hidden_size):
+            return self._with_pictures(pictures, x, residual, positions, batch, wanted)
         for layer in layers:
             x, residual = layer(x, residual, positions, batch)
         x, residual = last(x, residual, positions, batch, wanted)
         return self.norm(x, residual)[0]
 
+    def _with_pictures(
+        self, pictures: PictureTokens, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
+        wanted: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Where something of them is added behind the first layers (DeepStack, arXiv:2406.04334). All layers compute
+        all tokens."""
+        for layer in self._layers:
+            x, residual = layer(x, residual, positions, batch)
+            pictures.add_behind(layer.index, residual)
+        hidden: Tensor = self.norm(x, residual)[0]
+        return hidden if wanted is None else hidden.index_select(0, wanted)
+
     def _with_features(
         self, features: Features, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
         wanted: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        pictures = batch.pictures
         for index, layer in enumerate(self._layers):
             if x is not None and index in features.layers and (group := layer.mixer_norm.group).size > 1:
                 residual.add_(group.all_reduce(x))  # of all ranks' summands
@@ -251,6 +270,8 @@ class CausalLM(nn.Module):
             features.before_layer(index, x, residual)
             last = index == len(self._layers) - 1
             x, residual = layer(x, residual, positions, batch, wanted if last and not features.of_end else None)
+            if pictures is not None and not last:
+                pictures.add_behind(index, residual)
         hidden: Tensor = self.norm(x, residual)[0]
         if not features.of_end:
             return hidden
