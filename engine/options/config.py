@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from math import lcm
+from typing import Any
 
 from ..errors import ConfigError
 from . import config_checks as checks
@@ -96,8 +98,12 @@ class EngineConfig:
         False, "every layer sees the whole context, which is then no longer than the model's window", group="model"
     )
     language_model_only: bool = option(
-        False, "of a model of pictures the text is served, as without this: the start says nothing of it", group="model"
+        False, "of a model of pictures serve the text alone: what looks at pictures is not loaded", group="model"
     )
+    mm_processor_kwargs: str | None = option(
+        None, "JSON object with settings that come before those of the model's preprocessor_config.json, such as "
+        "'{\"max_pixels\": 1048576}'", group="model", problem=json_object, is_json=True,
+    )  # fmt: skip
     mm_encoder_cache_tokens: int | None = option(
         None, "tokens of pictures whose features stay in memory, so that a picture is looked at once; a request needs "
         "those of its largest picture (default: 16384, or those of the largest picture that the model takes)",
@@ -335,6 +341,12 @@ class EngineConfig:
     def ranks_per_node(self) -> int:
         """Those of an engine that are on one host; with Ray, at most."""
         return self.world_size // self.nnodes
+
+    @property
+    def processor_kwargs(self) -> dict[str, Any]:
+        """--mm-processor-kwargs, read."""
+        found: dict[str, Any] = json.loads(self.mm_processor_kwargs or "{}")
+        return found
 
     @property
     def purpose(self) -> Purpose:

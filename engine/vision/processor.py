@@ -8,9 +8,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from ..errors import ConfigError, ModelError
 from ..families.vision_spec import VisionSpec
@@ -18,6 +16,7 @@ from ..link.media import MediaItem
 
 Pixels = NDArray[np.uint8]
 Grid = tuple[int, int, int]
+_RESAMPLE = {1: "bicubic", 2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
 MOST_PIXELS = 1 << 28  # that settings may ask for
 
 
@@ -82,8 +81,10 @@ def resized(rgb: Pixels, height: int, width: int, mode: str = "bicubic") -> Pixe
     torchvision, which for a picture in memory row by row is torch's own resize of bytes."""
     if rgb.shape[:2] == (height, width):
         return rgb
+    import torch  # the server's own process, which resizes nothing, does without
+
     image = torch.from_numpy(np.ascontiguousarray(rgb)).permute(2, 0, 1)[None]
-    found = functional.interpolate(image, (height, width), mode=mode, align_corners=False, antialias=True)
+    found = torch.nn.functional.interpolate(image, (height, width), mode=mode, align_corners=False, antialias=True)
     result: Pixels = found[0].permute(1, 2, 0).contiguous().numpy()
     return result
 
@@ -107,6 +108,17 @@ def only(overrides: Mapping[str, Any], known: tuple[str, ...]) -> None:
             f"--mm-processor-kwargs: {unknown[0]!r:.60} is no setting of this model's image processor, which has "
             f"{', '.join(known)}"
         )
+
+
+def interpolation(settings: Mapping[str, Any]) -> str:
+    """torch's name of what the folder's processor resizes by; Lanczos, which torch has not, is bicubic, as transformers
+    has it there. Raises ModelError."""
+    found = settings.get("resample", 3)
+    if found not in _RESAMPLE:
+        raise ModelError(
+            f"the image processor's resample is {found!r:.60}, supported are 1, 2 and 3: use another model"
+        )
+    return _RESAMPLE[found]
 
 
 def agree(settings: Mapping[str, Any], described: Mapping[str, int]) -> None:

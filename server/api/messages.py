@@ -67,6 +67,6 @@ async def count_tokens(request: Request) -> Response:
         chat = await work_on_body(request, body.chat)
         check_ignored(request, body.ignored)
         work = chat_tokens(request, chat, fits=False)
-        _, token_ids = await unless_disconnected(request.receive, work)
-    content = msgspec.json.encode({"input_tokens": len(token_ids)})
+        prompt = await unless_disconnected(request.receive, work)
+    content = msgspec.json.encode({"input_tokens": len(prompt.token_ids)})
     return Response(content, headers=ignored_headers(body.ignored), media_type="application/json")

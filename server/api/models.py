@@ -58,6 +58,7 @@ def _card(request: Request, server: ServerState, name: str, root: str) -> dict[s
         "owned_by": "vserve",
         "root": root,
         "parent": parent,
+        "modalities": server.model.modalities,
         "max_model_len": info.max_model_len,
         "tasks": list(info.tasks),
         "permission": [permission],

@@ -111,9 +111,8 @@ class ResponseToItems(Chatting):
             )
         self._history = replace(self._history, pieces=pieces)
         self._asked.items = self._asked.items.latest(most, MAX_ITEMS)
-        token_ids = await fitted(self.request, self.body, self._history)
-        self.body.messages = self.body.messages[-1:]
-        return [token_ids]
+        prompt = await fitted(self.request, self.body, self._history)
+        return self._taken(prompt)
 
     def conversation(self) -> list[dict[str, Any]]:
         return self._history.messages(self.body)

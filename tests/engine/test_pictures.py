@@ -129,7 +129,9 @@ def test_prompts_with_pictures_are_transformers(engine_of_family) -> None:
     prompts = parts(engine)
     wave = [request(prompt, logprobs=0, prompt_logprobs=0) for prompt in prompts]
     options = {"max_model_len": 128, "block_size": 8, "enable_prefix_caching": False}
-    (answers,), stats = engine.run(wave, **options, max_num_batched_tokens=66, max_num_seqs=3, num_gpu_blocks_override=22)
+    (answers,), stats = engine.run(
+        wave, **options, max_num_batched_tokens=66, max_num_seqs=3, num_gpu_blocks_override=22
+    )
     for prompt, answer in zip(prompts, answers, strict=True):
         check(engine, prompt, answer)
     assert stats.num_encoded_patches > 0
