@@ -111,6 +111,8 @@ _QWEN3_SIGHT = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_hea
 _DEEP = {"deepstack_visual_indexes": [0, 2]}  # blocks behind which features are made for layers 0 and 1
 # Tokens of Qwen's, and of all that stand for pictures.
 QWEN_TOKENS = {"image_token_id": 299, "video_token_id": 298, "vision_start_token_id": 297, "vision_end_token_id": 296}
+_PIXTRAL_SIGHT = _SIGHT | {"model_type": "pixtral", "num_hidden_layers": 3, "image_size": 196,
+    "initializer_range": 0.2}  # fmt: skip
 _GLM_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
     "image_size": 28, "patch_size": 14}  # fmt: skip
 _GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
@@ -132,7 +134,7 @@ PICTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "glm4v": ({"rope_parameters": _GLM_ROPE}, _GLM_SIGHT),
     "glm46v": ({"rope_parameters": _GLM_ROPE, "model_type": "glm4v_text"}, _GLM_SIGHT | {"model_type": "glm4v_vision"}),
     "glm4v_moe": ({"rope_parameters": _GLM_ROPE, **FAMILIES["glm4_moe"]}, _GLM_SIGHT),
-    "mistral3": ({"model_type": "ministral3", **FAMILIES["ministral3"]}, _SIGHT | {"model_type": "pixtral"}),
+    "mistral3": ({"model_type": "ministral3", **FAMILIES["ministral3"]}, _PIXTRAL_SIGHT),
     "kimi_k25": ({"model_type": "deepseek_v3", **DEEPSEEK}, _SIGHT),
     "internvl": ({"model_type": "qwen3"}, _SIGHT | {"image_size": [28, 28], "patch_size": [14, 14]}),
     "llava": ({"model_type": "llama"}, _SIGHT | {"model_type": "clip_vision_model"}),
@@ -212,7 +214,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         text, sight = PICTURES[family]
         text = {**values, **text, **overrides}
         outer = {key: text.pop(key) for key in ("tie_word_embeddings",)}
-        outer |= QWEN_TOKENS if family.startswith("qwen") else {}
+        outer |= QWEN_TOKENS if family.startswith("qwen") else {"image_token_index": 10} if family == "mistral3" else {}
         return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=deepcopy(sight), **outer)
     if family.startswith("granitemoe"):
         del values["head_dim"]

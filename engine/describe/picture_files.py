@@ -41,15 +41,28 @@ def read_preprocessor(folder: Path) -> dict[str, Any]:
     return {}
 
 
+def vision_of_settings(folder: Path, vision: VisionSpec) -> VisionSpec:
+    """With what its pixels are normalised by, and the numbers that the tokenizer gives its separators. Raises
+    ModelError."""
+    settings = read_preprocessor(folder)
+    known = special_tokens(folder) if vision.separator_texts else {}
+    separators = tuple(
+        known.get(text, default) for text, default in zip(vision.separator_texts, vision.separators, strict=True)
+    )
+    return replace(
+        vision,
+        separators=separators,
+        mean=_colours(settings, "image_mean", vision.mean),
+        std=_colours(settings, "image_std", vision.std),
+    )
+
+
 def vision_of_files(folder: Path, vision: VisionSpec) -> VisionSpec | None:
-    """With the names that the files have for the tower's tensors, and what its pixels are normalised by; None: the
-    files are the text's alone. Raises ModelError."""
+    """The same, with the names that the files have for the tower's tensors; None: they are the text's alone. Raises
+    ModelError."""
     from ..files.checkpoint import read_headers  # it imports torch
 
-    settings = read_preprocessor(folder)
-    vision = replace(
-        vision, mean=_colours(settings, "image_mean", vision.mean), std=_colours(settings, "image_std", vision.std)
-    )
+    vision = vision_of_settings(folder, vision)
     try:
         headers = read_headers(folder)
     except ModelError:
@@ -59,6 +72,20 @@ def vision_of_files(folder: Path, vision: VisionSpec) -> VisionSpec | None:
         if any(name.startswith(named.named(f"{vision.root}.")) for name in headers):
             return named
     return None
+
+
+def special_tokens(folder: Path) -> dict[str, int]:
+    """Of the tokenizer's files; empty where there are none that can be read, which is for the tokenizer to say."""
+    for name in ("tokenizer_config.json", "tokenizer.json"):
+        try:
+            found = json.loads((folder / name).read_text(encoding="utf-8"))
+            if isinstance(tokens := found.get("added_tokens_decoder"), dict):
+                return {token["content"]: int(number) for number, token in tokens.items()}
+            if isinstance(tokens := found.get("added_tokens"), list):
+                return {token["content"]: int(token["id"]) for token in tokens}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return {}
 
 
 def _colours(settings: Mapping[str, Any], key: str, default: tuple[float, float, float]) -> tuple[float, float, float]:

@@ -26,7 +26,7 @@ from .divide import refuse as refuse_stages
 from .download import from_hub
 from .model_config import Foreign, ModelConfig, choose
 from .overrides import overridden, overrides
-from .picture_files import check_tokens, vision_of_files
+from .picture_files import check_tokens, vision_of_files, vision_of_settings
 from .torchvision import hide_broken_torchvision
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
         model = read_folder(
             folder, source, changes, config.quantization, config.model_impl, config.trust_remote_code, config.purpose
         )
-    if config.language_model_only:
+    if config.language_model_only or config.purpose.runner == "pooling":
         model = replace(model, vision=None)
     check_tokens(model)
     return without_windows(model) if config.disable_sliding_window else model
@@ -187,12 +187,15 @@ def parse_model_config(
 
 
 def read_vision(raw: dict[str, Any], config: EngineConfig, folder: Path) -> VisionSpec | None:
-    """What looks at the pictures of a model, by the content of its config.json alone, and without torch; None: nothing
-    does. Raises ModelError."""
+    """What looks at the pictures of a model, by its settings alone, and without torch; None: nothing does. Raises
+    ModelError."""
     if config.language_model_only or config.purpose.runner == "pooling":
         return None
     family = choose(raw, config.model_impl, folder, config.trust_remote_code)
-    return family.vision(_flat(raw, family)) if isinstance(family, Family) and family.vision is not None else None
+    if not isinstance(family, Family) or family.vision is None:
+        return None
+    vision = family.vision(RawConfig(_flat(raw, family), family.defaults))
+    return None if vision is None else vision_of_settings(folder, vision)
 
 
 def _flat(raw: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -231,7 +234,7 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         generates=head is None and purpose.runner != "pooling" and causal,
         causal=causal,
         pictures=bool(family.nested),
-        vision=None if family.vision is None else family.vision(raw),
+        vision=None if family.vision is None else family.vision(values),
         given_class=names[0] if names and not any(map(is_known, names)) else "",
     )
 

@@ -52,8 +52,8 @@ class Family:
     nested: str = ""  # the key of the object in config.json that describes the decoder, which is beside pictures
     varied: bool = False  # that object names the family of text, which may be any
     foreign: bool = True  # whether transformers' code computes it, too, on this cache
-    # What looks at pictures, of the whole config.json; None: of a model with pictures the text alone is served.
-    vision: Callable[[Mapping[str, Any]], VisionSpec] | None = None
+    # What looks at pictures; None: of a model with pictures the text alone is served.
+    vision: Callable[[RawConfig], VisionSpec | None] | None = None
     causal: bool = True  # whether its tokens see earlier ones alone, where config.json says nothing of it
 
     @property

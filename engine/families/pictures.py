@@ -13,7 +13,7 @@ from .layer_spec import LayerSpec, MoESpec, Names
 from .llama import LLAMA, MISTRAL
 from .qwen import QWEN2, QWEN3, QWEN3_MOE, qwen3_moe_layers
 from .raw_config import RawConfig
-from .towers import qwen2_5_vl_vision, qwen2_vl_vision, qwen3_vl_vision
+from .towers import llava_vision, pixtral_vision, qwen2_5_vl_vision, qwen2_vl_vision, qwen3_vl_vision
 
 # Where the decoder stands in a checkpoint: as transformers writes it, as it did before 4.52, and as Qwen 2 VL had it.
 _PLACES: tuple[Names, ...] = (
@@ -41,15 +41,17 @@ def beside_pictures(
     )  # fmt: skip
 
 
-def of_any_text(text: Family, architecture: str, model_type: str, nested: str = "text_config") -> Family:
+def of_any_text(
+    text: Family, architecture: str, model_type: str, nested: str = "text_config", **changes: Any
+) -> Family:
     """The same, where the nested object may name any family of text: `text` is where it names none."""
     like = text.like or text.model_type
-    return beside_pictures(text, architecture, model_type, nested=nested, like=like, varied=True)
+    return beside_pictures(text, architecture, model_type, nested=nested, like=like, varied=True, **changes)
 
 
 def with_text(family: Family, text: Family) -> Family:
     """The same model of pictures with another decoder."""
-    return of_any_text(text, family.architecture, family.model_type, family.nested)
+    return of_any_text(text, family.architecture, family.model_type, family.nested, vision=family.vision)
 
 
 def glm4v_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
@@ -86,12 +88,12 @@ PICTURES = (
     beside_pictures(
         GLM4_MOE, "Glm4vMoeForConditionalGeneration", "glm4v_moe", own={**GLM4_MOE.own, "use_qk_norm": False}
     ),
-    of_any_text(MISTRAL, "Mistral3ForConditionalGeneration", "mistral3"),
+    of_any_text(MISTRAL, "Mistral3ForConditionalGeneration", "mistral3", vision=pixtral_vision),
     of_any_text(DEEPSEEK_V3, "Kimi_K25ForConditionalGeneration", "kimi_k25"),  # as transformers writes it
     of_any_text(DEEPSEEK_V3, "KimiK25ForConditionalGeneration", "kimi_k25"),
     of_any_text(QWEN2, "InternVLForConditionalGeneration", "internvl"),
     of_any_text(QWEN2, "InternVLChatModel", "internvl_chat", "llm_config"),
-    of_any_text(LLAMA, "LlavaForConditionalGeneration", "llava"),
+    of_any_text(LLAMA, "LlavaForConditionalGeneration", "llava", vision=llava_vision),
     of_any_text(LLAMA, "LlavaNextForConditionalGeneration", "llava_next"),
     of_any_text(LLAMA, "LlavaNextVideoForConditionalGeneration", "llava_next_video"),
     of_any_text(QWEN2, "LlavaOnevisionForConditionalGeneration", "llava_onevision"),

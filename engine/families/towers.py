@@ -8,8 +8,8 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ModelError
-from .raw_config import RawConfig
-from .vision_spec import BlockSpec, TowerActivation, VisionSpec
+from .raw_config import RawConfig, number
+from .vision_spec import BlockSpec, ProjectorSpec, TowerActivation, VisionSpec
 
 MOST_BLOCKS = 1024
 _ACTIVATIONS: dict[str, TowerActivation] = {
@@ -31,14 +31,19 @@ _QWEN2_VL = {
     "depth": 32, "embed_dim": 1280, "hidden_size": 3584, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16,
     "in_channels": 3, "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2,
 }  # fmt: skip
+_PIXTRAL = {
+    "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "num_channels": 3, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu",
+}  # fmt: skip
 _QWEN_TOKENS = {"image_token_id": 151655, "video_token_id": 151656}
 # What OpenAI's CLIP was trained with.
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # In files of transformers today, and of most before.
+_INSIDE = (("vision_tower.", "model.vision_tower."), ("multi_modal_projector.", "model.multi_modal_projector."))
 _VISUAL, _OTHER_VISUAL = (("visual.", "model.visual."),), ((),)
 
 
-def qwen3_vl_vision(raw: Mapping[str, Any]) -> VisionSpec:
+def qwen3_vl_vision(raw: RawConfig) -> VisionSpec:
     """Full attention over each picture, positions of a table and by rotation, features for the first layers, too."""
     return replace(
         _qwen3(raw, _QWEN3_VL, _QWEN_TOKENS),
@@ -46,7 +51,7 @@ def qwen3_vl_vision(raw: Mapping[str, Any]) -> VisionSpec:
     )  # fmt: skip
 
 
-def qwen3_5_vision(raw: Mapping[str, Any]) -> VisionSpec:
+def qwen3_5_vision(raw: RawConfig) -> VisionSpec:
     """Qwen3-VL's without features for layers."""
     return replace(
         _qwen3(raw, _QWEN3, {"image_token_id": 248056, "video_token_id": 248057}),
@@ -54,7 +59,7 @@ def qwen3_5_vision(raw: Mapping[str, Any]) -> VisionSpec:
     )  # fmt: skip
 
 
-def qwen2_5_vl_vision(raw: Mapping[str, Any]) -> VisionSpec:
+def qwen2_5_vl_vision(raw: RawConfig) -> VisionSpec:
     """Attention in windows but in a few blocks, positions by rotation alone."""
     seen = _seen(raw, _QWEN2_5_VL)
     depth, spec = _depth(seen, "depth"), _qwen(raw, seen, _QWEN_TOKENS, "out_hidden_size")
@@ -71,7 +76,7 @@ def qwen2_5_vl_vision(raw: Mapping[str, Any]) -> VisionSpec:
     )
 
 
-def qwen2_vl_vision(raw: Mapping[str, Any]) -> VisionSpec:
+def qwen2_vl_vision(raw: RawConfig) -> VisionSpec:
     """Full attention over each picture, positions by rotation alone."""
     seen = _seen(raw, _QWEN2_VL)
     hidden = seen.count("embed_dim")
@@ -80,13 +85,13 @@ def qwen2_vl_vision(raw: Mapping[str, Any]) -> VisionSpec:
     return replace(_qwen(raw, seen, _QWEN_TOKENS, "hidden_size"), blocks=blocks)
 
 
-def _qwen(raw: Mapping[str, Any], seen: RawConfig, tokens: Mapping[str, int], out: str) -> VisionSpec:
+def _qwen(raw: RawConfig, seen: RawConfig, tokens: Mapping[str, int], out: str) -> VisionSpec:
     """Of Qwen2-VL and 2.5-VL, but for the blocks. out: the key of what features are long."""
-    outer = RawConfig(raw, tokens)
+    outer = RawConfig(raw.values, tokens)
     return VisionSpec(
         "qwen2",
         BlockSpec(0, 0, 0, 1),
-        out=_same_width(raw, seen.count(out)),
+        out=_width(raw, seen, out),
         patch=_side(seen, "patch_size"),
         merge=seen.count("spatial_merge_size"),
         image_token=outer.size("image_token_id"),
@@ -100,7 +105,7 @@ def _qwen(raw: Mapping[str, Any], seen: RawConfig, tokens: Mapping[str, int], ou
     )
 
 
-def _qwen3(raw: Mapping[str, Any], defaults: Mapping[str, Any], tokens: Mapping[str, int]) -> VisionSpec:
+def _qwen3(raw: RawConfig, defaults: Mapping[str, Any], tokens: Mapping[str, int]) -> VisionSpec:
     seen = _seen(raw, defaults)
     depth = _depth(seen, "depth")
     return replace(
@@ -125,15 +130,68 @@ def _indices(seen: RawConfig, key: str, depth: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def _seen(raw: Mapping[str, Any], defaults: Mapping[str, Any]) -> RawConfig:
+def pixtral_vision(raw: RawConfig) -> VisionSpec | None:
+    """Of Mistral 3 and Pixtral: pictures of any shape, whose rows are apart by tokens of their own. None: another
+    tower."""
+    return _pixtral(raw, {"image_token_index": 10, "spatial_merge_size": 2, "multimodal_projector_bias": False,
+        "projector_hidden_act": "gelu", "vision_feature_layer": -1}, _PIXTRAL | {"patch_size": 14, "image_size": 1540},
+        raw.number("rms_norm_eps"))  # fmt: skip
+
+
+def llava_vision(raw: RawConfig) -> VisionSpec | None:
+    """Of LLaVA with Pixtral's tower; None: another."""
+    if (raw.values.get("vision_config") or {}).get("model_type") != "pixtral":
+        return None
+    return _pixtral(raw, {"image_token_index": 32000, "spatial_merge_size": 1, "multimodal_projector_bias": True,
+        "projector_hidden_act": "gelu", "vision_feature_layer": -2}, _PIXTRAL, 0.0)  # fmt: skip
+
+
+def _pixtral(
+    raw: RawConfig, beside: Mapping[str, Any], defaults: Mapping[str, Any], norm_eps: float
+) -> VisionSpec | None:
+    """beside: defaults of keys beside vision_config."""
+    seen, outer = _seen(raw, defaults), RawConfig(raw.values, beside)
+    depth, last = _depth(seen, "num_hidden_layers"), outer.get("vision_feature_layer")
+    if seen.get("model_type") != "pixtral" or last != -1:
+        return None
+    name = outer.get("projector_hidden_act")
+    return VisionSpec(
+        "pixtral",
+        _blocks(seen, seen.count("hidden_size"), "num_attention_heads", depth, gated=True, norm="rms", eps=1e-5,
+                bias=False, qkv_bias=False, theta=_theta(seen)),
+        out=raw.count("hidden_size"),
+        patch=_side(seen, "patch_size"),
+        merge=outer.count("spatial_merge_size"),
+        image_token=outer.size("image_token_index"),
+        image_size=_side(seen, "image_size"),
+        projector=ProjectorSpec(
+            _activation(name, "projector_hidden_act"), bool(outer.get("multimodal_projector_bias")), norm_eps
+        ),
+        separators=(12, 13),
+        separator_texts=("[IMG_BREAK]", "[IMG_END]"),
+        mean=_CLIP_MEAN,
+        std=_CLIP_STD,
+        root="vision_tower",
+        names=_INSIDE,
+        other_names=((),),
+    )  # fmt: skip
+
+
+def _theta(seen: RawConfig) -> float:
+    values = seen.values.get("rope_parameters") or seen.values
+    return number(values, "rope_theta", 10_000.0) if isinstance(values, Mapping) else 10_000.0
+
+
+def _seen(raw: RawConfig, defaults: Mapping[str, Any]) -> RawConfig:
     """The object that describes the tower. Raises ModelError for what is none, and for other pictures than of red,
     green and blue."""
-    values = raw.get("vision_config") or {}
+    values = raw.values.get("vision_config") or {}
     if not isinstance(values, Mapping):
         raise ModelError(f"config.json: vision_config is {values!r:.60}, an object belongs there: correct the file")
     seen = RawConfig(values, defaults)
-    if "in_channels" in defaults and (channels := seen.count("in_channels")) != 3:
-        raise ModelError(f"config.json: in_channels of vision_config is {channels}, 3 are supported: use another model")
+    for key in defaults.keys() & {"in_channels", "num_channels"}:
+        if (channels := seen.count(key)) != 3:
+            raise ModelError(f"config.json: {key} of vision_config is {channels}, 3 are supported: use another model")
     return seen
 
 
@@ -146,14 +204,17 @@ def _blocks(
             f"config.json: vectors of vision_config have {hidden} elements, for {heads} heads a multiple of "
             f"{4 * heads} is needed: correct the file"
         )
-    name = seen.get("hidden_act") or ""
+    inner = seen.count("intermediate_size") if inner is None else inner
+    activation = _activation(seen.get("hidden_act"), "hidden_act of vision_config")
+    return BlockSpec(depth, hidden, inner, heads, activation, **changes)
+
+
+def _activation(name: Any, key: str) -> TowerActivation:
     if name not in _ACTIVATIONS:
         raise ModelError(
-            f"config.json: hidden_act of vision_config is {name!r:.60}, supported are {', '.join(_ACTIVATIONS)}: use "
-            "another model"
+            f"config.json: {key} is {name!r:.60}, supported are {', '.join(_ACTIVATIONS)}: use another model"
         )
-    inner = seen.count("intermediate_size") if inner is None else inner
-    return BlockSpec(depth, hidden, inner, heads, _ACTIVATIONS[name], **changes)
+    return _ACTIVATIONS[name]
 
 
 def _depth(seen: RawConfig, key: str) -> int:
@@ -171,19 +232,20 @@ def _side(seen: RawConfig, key: str) -> int:
     return RawConfig({key: value}, seen.defaults).count(key)
 
 
-def _same_width(raw: Mapping[str, Any], out: int) -> int:
-    """Raises ModelError where features are not as long as the vectors of the text."""
-    if out != raw.get("hidden_size", out):
+def _width(raw: RawConfig, seen: RawConfig, key: str) -> int:
+    """Of the text's vectors. Raises ModelError where features are said to be of another."""
+    hidden = raw.count("hidden_size")
+    if key in seen.values and seen.count(key) != hidden:
         raise ModelError(
-            f"config.json: out_hidden_size of vision_config is {out}, hidden_size of the text {raw['hidden_size']!r}: "
-            "they are one and the same, correct the file"
+            f"config.json: {key} of vision_config is {seen.count(key)}, hidden_size of the text {hidden}: they are one "
+            "and the same, correct the file"
         )
-    return out
+    return hidden
 
 
-def _sections(raw: Mapping[str, Any], default: tuple[int, int, int]) -> tuple[int, int, int]:
+def _sections(raw: RawConfig, default: tuple[int, int, int]) -> tuple[int, int, int]:
     """Rotated pairs of the text by time, row and column."""
-    values = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    values = raw.values.get("rope_scaling") or raw.values.get("rope_parameters") or {}
     found = values.get("mrope_section") if isinstance(values, Mapping) else None
     if found is None:
         return default

@@ -8,7 +8,7 @@ from typing import Literal
 from .layer_spec import Names
 
 # Whose assembly of blocks it is, and who resizes a picture for it: a file of engine/vision/ each.
-TowerKind = Literal["qwen2", "qwen3"]
+TowerKind = Literal["qwen2", "qwen3", "pixtral"]
 TowerActivation = Literal["gelu_tanh", "gelu", "quick_gelu", "silu"]
 
 
@@ -35,6 +35,15 @@ class BlockSpec:
 
 
 @dataclass(frozen=True)
+class ProjectorSpec:
+    """What is between a tower's vectors and the text's, where it is no part of the tower."""
+
+    activation: TowerActivation = "gelu"
+    bias: bool = True
+    eps: float = 0.0  # of the norm before; 0: there is none
+
+
+@dataclass(frozen=True)
 class VisionSpec:
     """A tower, what it makes of a picture, and where its features go in a prompt."""
 
@@ -46,6 +55,8 @@ class VisionSpec:
     image_token: int  # of which a picture's features take the places
     video_token: int | None = None
     frames: int = 1  # of a video that one patch is made of
+    image_size: int = 0  # pixels of the longest side, or of both, that it was trained with; 0: any
+    projector: ProjectorSpec | None = None
     window: int = 0  # tokens a side that attend to one another; 0: all of a frame do
     full: tuple[int, ...] = ()  # blocks without such windows
     table: int = 0  # rows and columns of the table of positions; 0: there is none
@@ -54,6 +65,7 @@ class VisionSpec:
     interleaved: bool = False  # these take turns, and do not lie in three pieces
     bidirectional: Literal["", "all", "sliding"] = ""  # layers of the text in which a picture's tokens see all of it
     separators: tuple[int, ...] = ()  # tokens that may stand within a picture's span beside those of its features
+    separator_texts: tuple[str, ...] = ()  # of these, by which a tokenizer's files may give them other numbers
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)  # of red, green and blue, from 0 to 1, and their deviation:
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)  # what pixels are normalised by
     root: str = "visual"  # what the tower's paths begin with

@@ -98,7 +98,7 @@ class EngineConfig:
         False, "every layer sees the whole context, which is then no longer than the model's window", group="model"
     )
     language_model_only: bool = option(
-        False, "of a model of pictures the text is served, as without this: the start says nothing of it", group="model"
+        False, "of a model of pictures serve the text alone: what looks at pictures is not loaded", group="model"
     )
     mm_processor_kwargs: str | None = option(
         None, "JSON object with settings that come before those of the model's preprocessor_config.json, such as "

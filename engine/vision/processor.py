@@ -16,6 +16,7 @@ from ..link.media import MediaItem
 
 Pixels = NDArray[np.uint8]
 Grid = tuple[int, int, int]
+_RESAMPLE = {1: "bicubic", 2: "bilinear", 3: "bicubic"}  # by Pillow's numbers
 MOST_PIXELS = 1 << 28  # that settings may ask for
 
 
@@ -107,6 +108,17 @@ def only(overrides: Mapping[str, Any], known: tuple[str, ...]) -> None:
             f"--mm-processor-kwargs: {unknown[0]!r:.60} is no setting of this model's image processor, which has "
             f"{', '.join(known)}"
         )
+
+
+def interpolation(settings: Mapping[str, Any]) -> str:
+    """torch's name of what the folder's processor resizes by; Lanczos, which torch has not, is bicubic, as transformers
+    has it there. Raises ModelError."""
+    found = settings.get("resample", 3)
+    if found not in _RESAMPLE:
+        raise ModelError(
+            f"the image processor's resample is {found!r:.60}, supported are 1, 2 and 3: use another model"
+        )
+    return _RESAMPLE[found]
 
 
 def agree(settings: Mapping[str, Any], described: Mapping[str, int]) -> None:

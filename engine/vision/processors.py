@@ -10,11 +10,14 @@ import msgspec
 
 from ..describe.picture_files import read_preprocessor
 from ..families.vision_spec import TowerKind, VisionSpec
+from .pixtral_processor import PixtralProcessor
 from .processor import Processor
 from .qwen_processor import QwenProcessor
 
-PROCESSORS: dict[TowerKind, type[Processor]] = {"qwen2": QwenProcessor, "qwen3": QwenProcessor}
-_ANY = QwenProcessor
+PROCESSORS: dict[TowerKind, type[Processor]] = {
+    "qwen2": QwenProcessor, "qwen3": QwenProcessor, "pixtral": PixtralProcessor
+}  # fmt: skip
+_ANY = QwenProcessor | PixtralProcessor
 
 
 def read_processor(folder: Path, vision: VisionSpec, overrides: Mapping[str, Any] = {}) -> Processor:

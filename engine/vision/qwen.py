@@ -15,7 +15,7 @@ from ..layers.linear import TowerLinear
 from ..layers.norm import make_norm
 from ..link.media import MediaItem
 from ..quant.weights import Placement, WeightMap
-from .tower import Block, PatchProduct, Picture, Tower, angles_of_grid, in_tokens, patches, stretched_table
+from .tower import Block, PatchProduct, Picture, Tower, frames_of, in_tokens, patches, stretched_table
 
 _BLOCK = {"norm1": "norm1", "norm2": "norm2", "qkv": "attn.qkv", "out": "attn.proj"}
 _LINEAR = {"up": "mlp.linear_fc1", "down": "mlp.linear_fc2"}
@@ -61,7 +61,7 @@ class QwenTower(Tower):
         self.merger = Merger(spec, place, self.merger_paths)
         half = blocks.head_dim // 2  # of a head's elements turn by the row, as many by the column
         exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
-        self._frequencies = (1.0 / blocks.theta**exponents).to(place.device)
+        self.frequencies = ((1.0 / blocks.theta**exponents).to(place.device),) * 2
 
     def weight_map(self) -> WeightMap:
         root = self.spec.root
@@ -80,26 +80,6 @@ class QwenTower(Tower):
         spec = self.spec
         found: Tensor = self.patches(patches(self.normalised(pixels), spec.patch, spec.merge, spec.frames))
         return found
-
-    def turns(self, items: Sequence[MediaItem], order: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """As Block has them; of patches that stand in another order, that of their tokens."""
-        parts = []
-        for count, rows, columns in (item.grid for item in items):
-            angles = in_tokens(angles_of_grid(rows, columns, self._frequencies), self.spec.merge)
-            parts.append(angles.repeat(count, 1) if count > 1 else angles)
-        angles = torch.cat(parts)
-        if order is not None:
-            angles = self.reordered(angles, order)
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-        return torch.arange(len(table), dtype=torch.int32, device=table.device), table
-
-    def reordered(self, x: Tensor, order: Tensor) -> Tensor:
-        """x [patches, …]; order int64 [tokens]: the old index of each."""
-        return x.unflatten(0, (-1, self.spec.merge**2)).index_select(0, order).flatten(0, 1)
-
-    def of_each(self, features: Tensor, items: Sequence[MediaItem]) -> list[Tensor]:
-        grids = (item.grid for item in items)
-        return list(features.split([count * rows * columns // self.spec.merge**2 for count, rows, columns in grids]))
 
 
 class Qwen3Tower(QwenTower):
@@ -125,7 +105,7 @@ class Qwen3Tower(QwenTower):
 
     def encode(self, items: Sequence[Picture]) -> list[Tensor]:
         known = [item for _, item in items]
-        turns, frames = self.turns(known), self.packed(_frames(known))
+        turns, frames = self.turns(known, *self.frequencies), self.packed(frames_of(known))
         residual = torch.cat([self.embedded(pixels) for pixels, _ in items])
         deep: dict[int, Tensor] = {}  # by place among the mergers
         x: Tensor | None = None
@@ -158,13 +138,13 @@ class Qwen2Tower(QwenTower):
     def encode(self, items: Sequence[Picture]) -> list[Tensor]:
         spec, known = self.spec, [item for _, item in items]
         order: Tensor | None = None
-        frames = windows = self.packed(_frames(known))
+        frames = windows = self.packed(frames_of(known))
         x: Tensor | None = None
         residual = torch.cat([self.embedded(pixels) for pixels, _ in items])
         if spec.window:
             order, windows = self._order(known), self.packed(self._windows(known))
             residual = self.reordered(residual, order)
-        turns = self.turns(known, order)
+        turns = self.turns(known, *self.frequencies, order)
         for index, block in enumerate(self.blocks):
             x, residual = block(x, residual, turns, frames if index in spec.full else windows)
         features: Tensor = self.merger(residual if x is None else residual.add_(x))
@@ -196,8 +176,3 @@ class Qwen2Tower(QwenTower):
     def _in_tokens(self, items: Sequence[MediaItem]) -> list[tuple[int, int, int]]:
         merge = self.spec.merge
         return [(count, rows // merge, columns // merge) for count, rows, columns in (item.grid for item in items)]
-
-
-def _frames(items: Sequence[MediaItem]) -> list[int]:
-    """Patches of each frame."""
-    return [rows * columns for count, rows, columns in (item.grid for item in items) for _ in range(count)]

@@ -24,6 +24,8 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
     "silu": functional.silu,
 }
+# int32 positions [patches], and the fp32 table of cosines and sines [patches, head] that they look up.
+Turns = tuple[Tensor, Tensor]
 Picture = tuple[Tensor, MediaItem]  # uint8 [frames, height, width, 3] on the device, and what is known of it
 
 
@@ -85,20 +87,25 @@ class Block(nn.Module):
             found |= {f"{prefix}.{paths[part]}": (linear, part) for part in linear.shape.parts}
         return found | {f"{prefix}.{paths['norm1']}": (self.norm1, ""), f"{prefix}.{paths['norm2']}": (self.norm2, "")}
 
-    def forward(
-        self, x: Tensor | None, residual: Tensor, turns: tuple[Tensor, Tensor] | None, frames: Packed
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor | None, residual: Tensor, turns: Turns | None, frames: Packed) -> tuple[Tensor, Tensor]:
         """x: what is still to be added to residual [N, hidden], which is updated in place; → the same of the next.
-
-        turns: int32 positions [N] and the table of cosines and sines that they look up; None: nothing is rotated.
-        """
+        turns: None: nothing is rotated."""
         normed, residual = self.norm1(x, residual)
         normed, residual = self.norm2(self.attend(normed, turns, frames), residual)
-        if self.spec.gated:
-            return self.down(self.up.silu_mul(normed)), residual
-        return self.down(self.activation(self.up(normed))), residual
+        return self.down(self.inner(normed)), residual
 
-    def attend(self, x: Tensor, turns: tuple[Tensor, Tensor] | None, frames: Packed) -> Tensor:
+    def inner(self, x: Tensor) -> Tensor:
+        """What the MLP has between its products: [N, hidden] → [N, inner]."""
+        if not self.spec.gated:
+            return self.activation(self.up(x))
+        if self.spec.activation == "silu":
+            joined = self.up.silu_mul(x)
+            assert isinstance(joined, Tensor), "it was told of no reader"
+            return joined
+        gate, up = self.up(x).chunk(2, dim=-1)
+        return self.activation(gate).mul_(up)
+
+    def attend(self, x: Tensor, turns: Turns | None, frames: Packed) -> Tensor:
         heads, dim = self.spec.heads, self.spec.head_dim
         query, key, value = self.qkv(x).view(len(x), 3 * heads, dim).split(heads, dim=1)
         if turns is not None:
@@ -129,6 +136,28 @@ class Tower(nn.Module):
         the blocks together, each frame attending to itself alone."""
         raise NotImplementedError
 
+    def turns(self, items: Sequence[MediaItem], down: Tensor, across: Tensor, order: Tensor | None = None) -> Turns:
+        """As Block has them, of patches in the order of tokens. down, across: frequencies by row and by column.
+        order: as in `reordered`."""
+        parts = []
+        for count, rows, columns in (item.grid for item in items):
+            angles = in_tokens(angles_of_grid(rows, columns, down, across), self.spec.merge)
+            parts.append(angles.repeat(count, 1) if count > 1 else angles)
+        angles = torch.cat(parts)
+        if order is not None:
+            angles = self.reordered(angles, order)
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1)
+        return torch.arange(len(table), dtype=torch.int32, device=table.device), table
+
+    def reordered(self, x: Tensor, order: Tensor) -> Tensor:
+        """x [patches, …], those of a token one behind the other; order int64 [tokens]: the old index of each token."""
+        return x.unflatten(0, (-1, self.spec.merge**2)).index_select(0, order).flatten(0, 1)
+
+    def of_each(self, features: Tensor, items: Sequence[MediaItem]) -> list[Tensor]:
+        """features [tokens of all, …] → those of each item."""
+        grids = (item.grid for item in items)
+        return list(features.split([count * rows * columns // self.spec.merge**2 for count, rows, columns in grids]))
+
     @property
     def feature_size(self) -> int:
         """Elements of one token's features."""
@@ -144,6 +173,11 @@ class Tower(nn.Module):
         if self.place.device.type == "cuda":  # or the copy would wait for what runs there
             starts = starts.pin_memory()
         return Packed(list(lengths), starts.to(self.place.device, non_blocking=True))
+
+
+def frames_of(items: Sequence[MediaItem]) -> list[int]:
+    """Patches of each frame."""
+    return [rows * columns for count, rows, columns in (item.grid for item in items) for _ in range(count)]
 
 
 def in_tokens(grid: Tensor, merge: int) -> Tensor:
@@ -165,13 +199,12 @@ def patches(pixels: Tensor, patch: int, merge: int = 1, frames: int = 1) -> Tens
     return parts.reshape(-1, 3 * frames * patch * patch)
 
 
-def angles_of_grid(rows: int, columns: int, frequencies: Tensor) -> Tensor:
-    """fp32 [rows, columns, 2 · frequencies]: those of the row, then those of the column."""
-    device, count = frequencies.device, len(frequencies)
-    down, across = (torch.arange(n, dtype=torch.float32, device=device)[:, None] * frequencies for n in (rows, columns))
-    return torch.cat(
-        (down[:, None].expand(rows, columns, count), across[None].expand(rows, columns, count)), dim=-1
-    )  # fmt: skip
+def angles_of_grid(rows: int, columns: int, down: Tensor, across: Tensor) -> Tensor:
+    """fp32 [rows, columns, frequencies of both]: each row times those of `down`, then each column times the others."""
+    device = down.device
+    of_rows = torch.arange(rows, dtype=torch.float32, device=device)[:, None, None] * down
+    of_columns = torch.arange(columns, dtype=torch.float32, device=device)[:, None] * across
+    return torch.cat((of_rows.expand(rows, columns, -1), of_columns.expand(rows, columns, -1)), dim=-1)
 
 
 def stretched_table(table: Tensor, side: int, rows: int, columns: int) -> Tensor:

@@ -28,7 +28,7 @@ from .test_model_parity import load
 
 Item = tuple[Tensor, MediaItem]
 SIZES: dict[str, Any] = {"max_position_embeddings": 64}
-KINDS = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_vl", "qwen2_vl"]
+KINDS = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_vl", "qwen2_vl", "mistral3"]
 # Width and height: squares, strips of one patch's height, what is stretched and what is shrunk.
 SHAPES = [
     (64, 64), (32, 32), (100, 64), (64, 200), (33, 320), (640, 32), (65, 95), (224, 96), (5, 7), (300, 20), (96, 160),
@@ -46,12 +46,12 @@ def loaded(folder: Path) -> CausalLM:
 
 
 @lru_cache
-def oracle_tower(folder: Path) -> Any:
-    model = reference(folder, dtype=torch.float32).eval()
-    return getattr(model.model, "visual", model.model)
+def oracle_model(folder: Path) -> Any:
+    return reference(folder, dtype=torch.float32).eval().model
 
 
 def items_of(folder: Path, pictures: Sequence[Pixels], **overrides: Any) -> list[Item]:
+    """As they come out of decoding: numbers and bytes."""
     vision = read_folder(folder).vision
     assert vision is not None
     processor = read_processor(folder, vision, overrides)
@@ -63,14 +63,19 @@ def items_of(folder: Path, pictures: Sequence[Pixels], **overrides: Any) -> list
     return found
 
 
-def patches_of_transformers(folder: Path, item: Item) -> Tensor:
-    """As Qwen2VLImageProcessor makes them: pixels normalised, cut, in the order of tokens, each frame twice."""
+def normalised(folder: Path, item: Item) -> Tensor:
+    """fp32 [F, 3, height, width], as every processor of transformers makes it."""
     vision = read_folder(folder).vision
     assert vision is not None
-    pixels, (_, grid, *_rest) = item[0], (None, item[1].grid)
     mean, std = (torch.tensor(values)[:, None, None] for values in (vision.mean, vision.std))
-    image = (pixels[0].permute(2, 0, 1).float() / 255 - mean) / std
-    _, rows, columns = grid
+    return (item[0].permute(0, 3, 1, 2).float() / 255 - mean) / std
+
+
+def patches_of_qwen(folder: Path, item: Item) -> Tensor:
+    """As Qwen2VLImageProcessor makes them: cut, in the order of tokens, each frame twice."""
+    vision = read_folder(folder).vision
+    assert vision is not None
+    image, (_, rows, columns) = normalised(folder, item)[0], item[1].grid
     m, p = vision.merge, vision.patch
     parts = image.reshape(1, 3, rows // m, m, p, columns // m, m, p).permute(0, 2, 5, 3, 6, 1, 4, 7)
     return parts.unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, 2, -1, -1).reshape(rows * columns, 3 * 2 * p * p)
@@ -78,8 +83,21 @@ def patches_of_transformers(folder: Path, item: Item) -> Tensor:
 
 @torch.no_grad()
 def features_of_transformers(folder: Path, item: Item) -> Tensor:
-    found = oracle_tower(folder)(patches_of_transformers(folder, item), torch.tensor([item[1].grid]))
-    return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", [])], dim=1)
+    model = oracle_model(folder)
+    if hasattr(model, "visual"):
+        found = model.visual(patches_of_qwen(folder, item), torch.tensor([item[1].grid]))
+        return torch.cat([found.pooler_output, *getattr(found, "deepstack_features", [])], dim=1)
+    sizes = [item[1].size[1:]]
+    return model.multi_modal_projector(model.vision_tower(normalised(folder, item), sizes)[0][0], sizes)
+
+
+def tokens_of(folder: Path, item: MediaItem) -> int:
+    """Features that an item needs."""
+    vision = read_folder(folder).vision
+    assert vision is not None
+    found = read_processor(folder, vision).expansion(item.grid)
+    assert len(found) == item.length and set(found) <= {vision.image_token, *vision.separators}
+    return found.count(vision.image_token)
 
 
 def encode(model: CausalLM, items: Sequence[Item]) -> list[Tensor]:
@@ -99,12 +117,13 @@ def test_features_are_those_of_transformers(tiny_model: Callable[..., Path], kin
     """Of each picture, alone, and all of them packed."""
     folder = tiny_model(kind, **SIZES)
     model = loaded(folder)
-    items = items_of(folder, [picture(*shape, seed) for seed, shape in enumerate(SHAPES)], min_pixels=1024)
+    small = {"min_pixels": 1024} if kind.startswith("qwen") else {}
+    items = items_of(folder, [picture(*shape, seed) for seed, shape in enumerate(SHAPES)], **small)
     assert len({item.grid for _, item in items}) >= 10
     together = encode(model, items)
     for item, beside in zip(items, together, strict=True):
         expected = features_of_transformers(folder, item)
-        assert len(expected) == item[1].length
+        assert len(expected) == tokens_of(folder, item[1])
         assert difference(encode(model, [item])[0], expected) < 2e-5
         assert difference(beside, expected) < 2e-5
 
