@@ -112,10 +112,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SIGHT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 28, "patch_size": 14}  # fmt: skip
-_QWEN_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
-    "fullatt_block_indexes": [0]}  # fmt: skip
-_QWEN3_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
-    "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
+_QWEN_SIGHT = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "fullatt_block_indexes": [1], "initializer_range": 0.2}  # fmt: skip
+_QWEN3_SIGHT = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "initializer_range": 0.2}  # fmt: skip
+_DEEP = {"deepstack_visual_indexes": [0, 2]}  # blocks behind which features are made for layers 0 and 1
+# Tokens of Qwen's, and of all that stand for pictures.
+QWEN_TOKENS = {"image_token_id": 299, "video_token_id": 298, "vision_start_token_id": 297, "vision_end_token_id": 296}
+_PIXTRAL_SIGHT = _SIGHT | {"model_type": "pixtral", "num_hidden_layers": 3, "image_size": 196,
+    "initializer_range": 0.2}  # fmt: skip
 _GLM_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
     "image_size": 28, "patch_size": 14}  # fmt: skip
 GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
@@ -124,14 +129,20 @@ _EXPERTS_ALONE = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_
 # Models of pictures and text: model_type → keys of the text, and of what looks at pictures. Those whose text has a
 # model_type may have others.
 PICTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": ({"rope_parameters": THREE_AXES}, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
+    "qwen2_vl": (
+        {"rope_parameters": THREE_AXES},
+        {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "initializer_range": 0.2},
+    ),
     "qwen2_5_vl": ({"rope_parameters": THREE_AXES}, _QWEN_SIGHT),
-    "qwen3_vl": ({"rope_parameters": THREE_AXES | {"mrope_interleaved": True}}, _QWEN3_SIGHT),
-    "qwen3_vl_moe": ({"rope_parameters": THREE_AXES | {"mrope_interleaved": True}, **_EXPERTS_ALONE}, _QWEN3_SIGHT),
+    "qwen3_vl": ({"rope_parameters": THREE_AXES | {"mrope_interleaved": True}}, _QWEN3_SIGHT | _DEEP),
+    "qwen3_vl_moe": (
+        {"rope_parameters": THREE_AXES | {"mrope_interleaved": True}, **_EXPERTS_ALONE},
+        _QWEN3_SIGHT | _DEEP,
+    ),
     "glm4v": ({"rope_parameters": GLM_ROPE}, _GLM_SIGHT),
     "glm46v": ({"rope_parameters": GLM_ROPE, "model_type": "glm4v_text"}, _GLM_SIGHT | {"model_type": "glm4v_vision"}),
     "glm4v_moe": ({"rope_parameters": GLM_ROPE, **FAMILIES["glm4_moe"]}, _GLM_SIGHT),
-    "mistral3": ({"model_type": "ministral3", **FAMILIES["ministral3"]}, _SIGHT | {"model_type": "pixtral"}),
+    "mistral3": ({"model_type": "ministral3", **FAMILIES["ministral3"]}, _PIXTRAL_SIGHT),
     "kimi_k25": ({"model_type": "deepseek_v3", **DEEPSEEK}, _SIGHT),
     "internvl": ({"model_type": "qwen3"}, _SIGHT | {"image_size": [28, 28], "patch_size": [14, 14]}),
     "llava": ({"model_type": "llama"}, _SIGHT | {"model_type": "clip_vision_model"}),
@@ -206,13 +217,15 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         )  # fmt: skip
     if family in ("qwen3_5", "qwen3_5_moe"):  # the same
         text = {**values, **FAMILIES[f"{family}_text"], **overrides}
-        vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
         ends = {key: text[key] for key in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")}
-        return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=vision, **ends)
+        return AutoConfig.for_model(
+            family, text_config=deepcopy(text), vision_config=deepcopy(_QWEN3_SIGHT), **ends, **QWEN_TOKENS
+        )
     if family in PICTURES:
         text, sight = PICTURES[family]
         text = {**values, **text, **overrides}
         outer = {key: text.pop(key) for key in ("tie_word_embeddings",)}
+        outer |= QWEN_TOKENS if family.startswith("qwen") else {"image_token_index": 10} if family == "mistral3" else {}
         return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=deepcopy(sight), **outer)
     if family.startswith("granitemoe"):
         del values["head_dim"]
