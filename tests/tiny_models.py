@@ -34,7 +34,7 @@ _DELTA = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
 }  # fmt: skip
 _EXPERTS = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40,
-    "shared_expert_intermediate_size": 56, "initializer_range": 0.2}  # fmt: skip
+    "shared_expert_intermediate_size": 56, "initializer_range": 0.15}  # fmt: skip
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
 _GROWING = {  # of queries, from position 16 on
     "rope_type": "yarn", "rope_theta": 1e4, "factor": 32.0, "original_max_position_embeddings": 16, "mscale": 1.0,
