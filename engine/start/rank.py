@@ -108,7 +108,7 @@ class Rank:
             logger.info("%s", foreign.log_line(config.model_impl))
         for line in described.log_lines(config.language_model_only):
             logger.info("%s", line)
-        self._settings = settings = resolve(config, described, machine, largest_picture(path, described))
+        self._settings = settings = resolve(config, described, machine, largest_picture(path, described, config))
         _warn(settings.notices)
         if limits := step_limits(config, settings):
             logger.info("%s", limits)
@@ -223,11 +223,11 @@ def _choose_device(config: EngineConfig, card: int) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-def largest_picture(path: Path, described: ModelConfig) -> tuple[int, int]:
+def largest_picture(path: Path, described: ModelConfig, config: EngineConfig) -> tuple[int, int]:
     """Patches and tokens of the largest one that the model takes. Raises ConfigError, ModelError."""
     if described.vision is None:
         return 0, 0
-    processor = read_processor(path, described.vision)
+    processor = read_processor(path, described.vision, config.processor_kwargs)
     return processor.max_patches, processor.max_tokens
 
 
