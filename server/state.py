@@ -46,6 +46,7 @@ T = TypeVar("T")
 INLINE_CHARACTERS = 2048
 
 
+ENCODER_CACHE = "mm_encoder_cache_tokens"  # of the engine's settings; 0: nothing looks at pictures
 SMALLEST_BODY, BYTES_PER_TOKEN = 8 << 20, 64  # a limit of bodies, where none is set
 MOST_IN_PICTURES = 256 << 20  # what it is raised by where the model sees pictures
 
@@ -140,6 +141,12 @@ class ServerState:
         if asked is None and self.beside is not None and GENERATE not in tasks:
             return self.beside
         return self.named(asked)
+
+    def sees(self, asked: str | None) -> bool:
+        """Whether the model with that name sees pictures. What looks at them may be missing in its files, which the
+        engine alone reads."""
+        state = self.named(asked)
+        return state.pictures is not None and state.client.info.settings.get(ENCODER_CACHE) != 0
 
     def engine_info(self) -> EngineInfo:
         """Raises ApiError (503) unless the engine can serve."""

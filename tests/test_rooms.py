@@ -16,8 +16,8 @@ REACHES = ("server/*.py", "engine/*.py", "kernels/*.py")
 FLOORS = {
     "server": (
         "client", "errors", "pace", "lanes", "histogram", "options", "parsers", "media", "text", "grammar", "wire",
-        "generation", "observe", "http", "router", "dialects", "batches", "colleagues", "state", "api", "openapi", "app",
-        "desk", "api_processes", "team", "reporter", "service", "api_process", "ray_serve", "offline", "cli",
+        "generation", "observe", "http", "router", "dialects", "batches", "colleagues", "state", "api", "openapi",
+        "app", "desk", "api_processes", "team", "reporter", "service", "api_process", "ray_serve", "offline", "cli",
     ),
     "engine": (
         "errors", "parallel", "link", "options", "grammar", "quant", "families", "files", "describe", "layers",

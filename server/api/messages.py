@@ -31,6 +31,7 @@ router = new_router()
 async def create_message(request: Request) -> Response:
     """An answer to messages: text, thinking and tool use."""
     body = await read_request(MessagesRequest, request)
+    body.see(ServerState.of(request).sees(body.model))
     chat = await work_on_body(request, body.chat)
     check_ignored(request, body.ignored)
     with speaking_of(NAMES):
@@ -63,6 +64,7 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens the messages are; nothing is generated."""
     body = await read_request(CountRequest, request)
     ServerState.of(request).model_name(body.model)
+    body.see(ServerState.of(request).sees(body.model))
     with speaking_of(NAMES):
         chat = await work_on_body(request, body.chat)
         check_ignored(request, body.ignored)

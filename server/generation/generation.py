@@ -109,10 +109,9 @@ class Generation:
         mailboxes: Sequence[MailboxLike] = ()
         try:
             while (prompt := self._next()) is not None:
-                seen: dict[str, Any] = {"media": prompt.media} if prompt.media else {}
                 mailboxes = self._client.submit_choices(
                     self.n, prompt.token_ids, prompt.sampling, priority=self._priority, cache_salt=self._cache_salt,
-                    tenant=self._tenant, route=self._route, **seen,
+                    tenant=self._tenant, route=self._route, media=prompt.media,
                 )  # fmt: skip
                 for mailbox in mailboxes:
                     self.choices.append(self._text.choice(len(self.choices), prompt, mailbox, self._tokenizer))

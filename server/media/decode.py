@@ -70,4 +70,4 @@ def as_colours(image: Any) -> NDArray[np.uint8]:
         image = Image.alpha_composite(ground, image)
     if image.mode.startswith("I"):  # 16 bits of grey
         return np.repeat((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
-    return np.asarray(image.convert("RGB"))
+    return np.array(image.convert("RGB"))

@@ -164,16 +164,19 @@ class Fetcher:
             path = os.path.realpath(unquote(parts.path, errors="strict"))
             if not Path(path).is_relative_to(os.path.realpath(self._folder)):
                 raise refusal
-            descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            if not stat.S_ISREG(os.stat(path).st_mode):  # others may wait, or do something, when they are opened
+                raise refusal
+            with open(path, "rb", opener=_open) as file:
+                data = file.read(self._max_size + 1)
         except (OSError, ValueError):
             raise refusal from None
-        with open(descriptor, "rb") as file:
-            about = os.fstat(descriptor)
-            if not stat.S_ISREG(about.st_mode):
-                raise refusal
-            if about.st_size > self._max_size:
-                raise FetchError(f"has more than {self._max_size} bytes (--max-media-size)")
-            return file.read(self._max_size)
+        if len(data) > self._max_size:
+            raise FetchError(f"has more than {self._max_size} bytes (--max-media-size)")
+        return data
+
+
+def _open(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
 def _resolve(host: str, port: int) -> Sequence[str]:

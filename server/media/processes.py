@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import socket
 import subprocess
 import sys
@@ -47,9 +48,13 @@ class DecodeProcesses:
 
     def decode(self, data: bytes, *, is_base64: bool, detail: str) -> MediaItem:
         """Raises ValueError with what is wrong with the picture, DecoderError."""
+        asked = Asked(len(data), is_base64, detail)
         process = self._take()
+        while process.is_gone:  # it ended when it had nothing to do: that is no doing of this picture
+            self._lose(process)
+            process = self._take()
         try:
-            answer = process.ask(Asked(len(data), is_base64, detail), data)
+            answer = process.ask(asked, data)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             self._lose(process)
             late = isinstance(error, TimeoutError)
@@ -129,6 +134,11 @@ class _Process:
     def __init__(self, sock: socket.socket) -> None:
         self._socket = sock
         self._is_ready = False
+
+    @property
+    def is_gone(self) -> bool:
+        """An idle one says nothing: what there is to read is the end."""
+        return self._is_ready and bool(select.select([self._socket], [], [], 0)[0])
 
     def ask(self, asked: Asked, data: bytes) -> Decoded:
         """Raises OSError, of which TimeoutError is one, and EOFError."""

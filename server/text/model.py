@@ -61,11 +61,6 @@ class TextModel:
     additional_properties: bool = True  # False: objects have what their schema lists, whatever a request says
     processor: Processor | None = None  # of pictures, where the model sees any
 
-    @property
-    def modalities(self) -> list[str]:
-        """What a prompt may have."""
-        return ["text"] if self.processor is None else ["text", "image"]
-
 
 def load_text_model(
     model: str,
