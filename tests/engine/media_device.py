@@ -104,7 +104,7 @@ class MediaDevice(Device):
         found: dict[tuple[int, int], int | None] = {}  # (row, position) → what the plan puts there
         for embed in plan.embeds:
             row, encode = self.rows[plan.rows[embed.index]], self.entries.get(embed.entry)
-            assert 0 <= embed.first_token and embed.first_token + embed.count <= plan.num_tokens[embed.index]
+            assert embed.first_token >= 0 and embed.first_token + embed.count <= plan.num_tokens[embed.index]
             assert encode is not None or embed.entry in self.broken, "features that nobody has made"
             assert encode is None or embed.first_feature + embed.count <= encode.num_features
             for place in range(embed.count):
