@@ -1,4 +1,4 @@
-"""Pictures on a GPU: towers against the CPU's, and whole models against transformers, in company with text in graphs."""
+"""Pictures on a GPU: towers against the CPU's, and models against transformers, in company with text in graphs."""
 
 from __future__ import annotations
 
