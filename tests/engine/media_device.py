@@ -76,7 +76,7 @@ class MediaDevice(Device):
     def apply_diffs(self, plan: StepPlan) -> None:
         super().apply_diffs(plan)
         for new in plan.new_rows:
-            ids, seen, media = self.media[new.request_id]
+            _, seen, media = self.media[new.request_id]
             row = self.rows[new.row]
             assert isinstance(row, MediaRow)
             row.pictured(seen)
@@ -116,7 +116,7 @@ class MediaDevice(Device):
         for number, num_new in zip(plan.rows, plan.num_tokens, strict=True):
             row = self.rows[number]
             assert isinstance(row, MediaRow)
-            ids, seen, media = self.media[row.request_id]
+            _, seen, media = self.media[row.request_id]
             start, end = row.computed, row.computed + num_new
             for position in range(start, min(end, len(seen))):
                 put = found.pop((number, position), -1)
