@@ -204,22 +204,29 @@ def tiny_config(family: str, **overrides: Any) -> Any:
             family, text_config=deepcopy(text), vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
             boi_token_index=298, eoi_token_index=297, **ends,
         )  # fmt: skip
+    sight = overrides.pop("vision", {})  # keys of what looks at pictures
     if family in ("qwen3_5", "qwen3_5_moe"):  # the same
         text = {**values, **FAMILIES[f"{family}_text"], **overrides}
         ends = {key: text[key] for key in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")}
         return AutoConfig.for_model(
-            family, text_config=deepcopy(text), vision_config=deepcopy(_QWEN3_SIGHT), **ends, **QWEN_TOKENS
+            family, text_config=deepcopy(text), vision_config=_beside(text, _QWEN3_SIGHT | sight), **ends, **QWEN_TOKENS
         )
     if family in PICTURES:
-        text, sight = PICTURES[family]
-        text = {**values, **text, **overrides}
+        text = {**values, **PICTURES[family][0], **overrides}
+        sight = _beside(text, PICTURES[family][1] | sight)
         outer = {key: text.pop(key) for key in ("tie_word_embeddings",)}
         outer |= QWEN_TOKENS if family.startswith("qwen") else {"image_token_index": 10} if family == "mistral3" else {}
-        return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=deepcopy(sight), **outer)
+        return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=sight, **outer)
     if family.startswith("granitemoe"):
         del values["head_dim"]
     # A copy, for config classes write into what they are given.
     return AutoConfig.for_model(family, **deepcopy(values | FAMILIES.get(family, {}) | overrides))
+
+
+def _beside(text: dict[str, Any], sight: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose features are as wide as the text."""
+    width = {key: text["hidden_size"] for key in ("out_hidden_size",) if key in sight}
+    return deepcopy(sight | width)
 
 
 def _auto_class(model_type: str) -> Any:

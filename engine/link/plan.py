@@ -45,7 +45,8 @@ class AdapterCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True):
-    """The tower computes a picture's features before the step runs; they are kept as this entry until it is forgotten."""
+    """The tower computes a picture's features before the step runs, which are kept as this entry until it is
+    forgotten."""
 
     entry: int
     item: MediaItem

@@ -76,7 +76,7 @@ class MediaDevice(Device):
     def apply_diffs(self, plan: StepPlan) -> None:
         super().apply_diffs(plan)
         for new in plan.new_rows:
-            ids, seen, media = self.media[new.request_id]
+            _, seen, media = self.media[new.request_id]
             row = self.rows[new.row]
             assert isinstance(row, MediaRow)
             row.pictured(seen)
@@ -104,7 +104,7 @@ class MediaDevice(Device):
         found: dict[tuple[int, int], int | None] = {}  # (row, position) → what the plan puts there
         for embed in plan.embeds:
             row, encode = self.rows[plan.rows[embed.index]], self.entries.get(embed.entry)
-            assert 0 <= embed.first_token and embed.first_token + embed.count <= plan.num_tokens[embed.index]
+            assert embed.first_token >= 0 and embed.first_token + embed.count <= plan.num_tokens[embed.index]
             assert encode is not None or embed.entry in self.broken, "features that nobody has made"
             assert encode is None or embed.first_feature + embed.count <= encode.num_features
             for place in range(embed.count):
@@ -116,7 +116,7 @@ class MediaDevice(Device):
         for number, num_new in zip(plan.rows, plan.num_tokens, strict=True):
             row = self.rows[number]
             assert isinstance(row, MediaRow)
-            ids, seen, media = self.media[row.request_id]
+            _, seen, media = self.media[row.request_id]
             start, end = row.computed, row.computed + num_new
             for position in range(start, min(end, len(seen))):
                 put = found.pop((number, position), -1)
