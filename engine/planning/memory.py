@@ -342,8 +342,8 @@ def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPla
     if fits < min(config.block_size, runner.max_model_len):
         raise ConfigError(
             f"no memory is left for the KV cache{_at(plan)}: of {gib(plan.budget)}, weights take {gib(plan.weights)}, "
-            f"a step {gib(plan.activations)}, graphs {gib(plan.graphs)} and others {gib(plan.other)}{_and(plan)}; {advice}, or "
-            f"lower --max-num-batched-tokens or --max-num-seqs"
+            f"a step {gib(plan.activations)}, graphs {gib(plan.graphs)} and others {gib(plan.other)}{_and(plan)}; "
+            f"{advice}, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     if fits >= runner.max_model_len:
         return plan

@@ -20,6 +20,7 @@ from ..options.media import MediaConfig
 from .cache import PictureCache
 from .fetch import Fetcher, FetchError
 from .processes import DecodeProcesses, DecoderError
+from .room import Held, Room
 from .source import Source
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Pictures:
         self._most = config.most_pictures()
         self._max_size = config.max_media_size
         self._fetcher = Fetcher(config)
+        self._room = Room()
         num_processes = config.media_processes or max(1, min(MOST_PROCESSES, num_cores() - 2))
         self.lanes = PictureLanes(1 + num_processes, rejected, waited_for, "decode")
         self._can_decode = find_spec("PIL") is not None
@@ -79,7 +81,13 @@ class Pictures:
                 "too_many_pictures",
             )
 
-    async def items(self, sources: Sequence[Source], salt: str | None, max_tokens: int | None) -> list[MediaItem]:
+    def hold(self) -> Held:
+        """Room for the pictures of a request of this tenant, to be released when it is over."""
+        return Held(self._room, TENANT.get())
+
+    async def items(
+        self, sources: Sequence[Source], salt: str | None, max_tokens: int | None, held: Held
+    ) -> list[MediaItem]:
         """Each picture as the engine gets it, at the start of a prompt. `salt`: who may find what is cached;
         `max_tokens`: of all of them together. Raises ApiError (400, 429)."""
         self.check_number(sources)
@@ -87,7 +95,8 @@ class Pictures:
 
         async def one(source: Source) -> MediaItem:
             nonlocal num_tokens
-            item = await self._item(source, salt or "")
+            item = await self._item(source, salt or "", held)
+            held.grow(len(item.pixels))
             num_tokens += item.length
             if max_tokens is not None and num_tokens > max_tokens:  # the others need not be decoded
                 raise context_length_exceeded(max_tokens, num_tokens, None, source.where)
@@ -100,7 +109,7 @@ class Pictures:
             for task in tasks:
                 task.cancel()
 
-    async def _item(self, source: Source, space: str) -> MediaItem:
+    async def _item(self, source: Source, space: str, held: Held) -> MediaItem:
         """`space`: nothing of another one is found."""
         name = None
         if source.uuid is not None:  # anybody may think of one: it is found by the same key or address alone
@@ -114,6 +123,7 @@ class Pictures:
                 data = await self._fetcher.fetch(source.url)
             except FetchError as error:
                 raise _bad(source, str(error)) from None
+            held.grow(len(data))  # what the request itself has brought is counted with its body
         else:
             data = source.encoded.encode("ascii", "replace")
             if len(data) > 4 * (self._max_size // 3 + 1):

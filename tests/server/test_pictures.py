@@ -273,3 +273,17 @@ def test_language_models_only(folder: Path) -> None:
 def test_bodies_with_pictures_may_be_larger(seeing: Seeing, client: Any) -> None:
     most, usual = seeing.state.max_body_size(), client.app.state.server.max_body_size()
     assert most == usual + (256 << 20)
+
+
+def test_the_room_for_pixels_is_shared(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has all of it, and what a request held is free when it is over, however that ends."""
+    room = seeing.state.pictures._room
+    size = 64 * 32 * 3
+    monkeypatch.setattr("vserve.server.media.room.SHARE", 2 * size)
+    assert seeing.ask(user(part(), part())).status_code == 200 and room.num_bytes == 0
+    error = refused(seeing.ask(user(part(), part(), part())), "The room for pictures is used up", status=429)
+    assert error["code"] == "too_many_pictures_held" and room.num_bytes == 0
+    refused(seeing.ask(user(part(), part(b"none"))), "cannot be read")
+    assert room.num_bytes == 0
+    assert seeing.client.post("/tokenize", {"messages": [user(part(), part())]}).status_code == 200
+    assert room.num_bytes == 0 and not room._by_tenant
