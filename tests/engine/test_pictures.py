@@ -8,11 +8,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from vserve.engine.cache.batch import Batch
 from vserve.engine.describe.divide import check_stages
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ModelError
+from vserve.engine.link.plan import StepPlan
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.step.seeing import NOT_ENCODED
+from vserve.engine.step.seeing import NOT_ENCODED, Seeing
 
 from ..models.test_model_parity import load
 from ..picture_prompts import Prompt, log_probabilities, picture, prompt_of
@@ -94,6 +96,29 @@ def test_hits_before_at_and_inside_a_picture(engine_of_family) -> None:
         check(engine, prompt, answer)
     assert found[0].logprobs[0] != found[2].logprobs[0], "the model does not look at its pictures: nothing is tested"
     assert stats.encoder_hits > 0 and stats.num_encoder_tokens_used > 0
+
+
+def test_inputs_of_graphs(engine_of_family, monkeypatch) -> None:
+    """What graphs read of pictures, in every step: in those without pictures nothing of earlier ones."""
+    filled = []
+
+    def place(seeing: Seeing, plan: StepPlan, batch: Batch) -> None:
+        if seeing._inputs is None:
+            seeing.make_inputs(200)
+        seeing.fill(plan)
+        seeing.bind(batch)
+        filled.append(bool(plan.embeds))
+
+    begin = Seeing.begin
+    monkeypatch.setattr(Seeing, "begin", lambda seeing, plan: begin(seeing, plan) or len(plan.rows) > plan.num_decodes)
+    monkeypatch.setattr(Seeing, "place", place)
+    engine = engine_of_family
+    prompts = [prompt_of(engine.folder, *shape) for shape in [(3, (64, 96), 4), (60,), ((64, 64), 70, (32, 160)), (9,)]]
+    waves = [[request(prompt, logprobs=0)] for prompt in prompts]
+    answers, _ = engine.run(*waves, max_model_len=128, block_size=8, max_num_batched_tokens=66, max_num_seqs=3)
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
+        check(engine, prompt, answer)
+    assert False in filled[filled.index(True) :]
 
 
 def test_overlapped_steps_and_preemption(tiny_model, overlap) -> None:
