@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...kernels.attention.rope import apply_rope_torch
+from ...kernels.attention.rope import apply_rope
 from ..families.vision_spec import BlockSpec, VisionSpec
 from ..layers.delta import Vectors
 from ..layers.linear import TowerLinear
@@ -118,7 +118,7 @@ class Block(nn.Module):
         heads, dim = self.spec.heads, self.spec.head_dim
         query, key, value = self.qkv(x).view(len(x), 3 * heads, dim).split(heads, dim=1)
         if turns is not None:
-            apply_rope_torch(query, key, *turns)
+            apply_rope(query, key, *turns)
         return self.out(frames.attend(query, key, value, dim**-0.5).flatten(1))
 
 
