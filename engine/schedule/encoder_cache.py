@@ -28,6 +28,9 @@ Key = tuple[str | None, bytes]  # the cache salt, the picture's own
 # What a step may encode: one of the largest pictures or many small ones, which are as long in attention at most, and
 # no more in all else. Beside decodes, which all wait for it, less. One picture may be encoded in any step.
 STEP_PATCHES, PATCHES_BESIDE_DECODES = 16_384, 4_096
+# Patches that take as long as a token, about: a tower of 0.4 billion weights and its attention, beside the 8 billion of
+# the text. Beside decodes a step computes so many fewer tokens of prompts, one chunk of FEWEST at least.
+PATCHES_A_TOKEN, FEWEST = 8, 64
 
 
 @dataclass(slots=True, eq=False)
@@ -67,6 +70,7 @@ class EncoderCache:
         self.num_encoded_patches = 0
         self._last_number = 0
         self._budget = 0  # patches that the step may still encode
+        self._beside_decodes = False
 
     # ---- what requests may have ----
     def problem(self, token_ids: Sequence[int], media: Sequence[MediaItem]) -> str | None:
@@ -105,6 +109,7 @@ class EncoderCache:
             media, computed = holder.request.media, holder.request.num_computed_tokens
             for index in [i for i in holder.entries if media[i].start + media[i].length <= computed]:
                 self._let_go(holder.entries.pop(index))
+        self._beside_decodes = beside_decodes
         self._budget = PATCHES_BESIDE_DECODES if beside_decodes else STEP_PATCHES
         self._budget -= sum(prod(encode.item.grid) for _, encode in self.pending)
 
@@ -115,6 +120,8 @@ class EncoderCache:
         end = start + num_new
         mine = self._entries_of(request)
         for index, item in self._items(request, start, end):
+            if item.start >= start + num_new:
+                break
             if self.whole and end < item.start + item.length:
                 return max(0, item.start - start)
             if index in mine:
@@ -130,11 +137,19 @@ class EncoderCache:
                 if self.chunked and cost > budget and not first:
                     return max(0, item.start - start)
                 budget, first = budget - cost, False
+                if self.chunked and not self.whole:
+                    fewest = min(num_new, max(0, item.start - start) + FEWEST)
+                    num_new = max(fewest, num_new - self.tokens_for(cost))
         return num_new
 
-    def take(self, request: Request, num_new: int) -> None:
+    def tokens_for(self, patches: int) -> int:
+        """As which encoding them counts in a step: beside decodes, which wait for it."""
+        return patches // PATCHES_A_TOKEN if self._beside_decodes else 0
+
+    def take(self, request: Request, num_new: int) -> int:
         """For a running request that computes `num_new` tokens in this step, as many as `reach` allows: the entries
-        that these need are its own, and those that are not there are encoded."""
+        that these need are its own, and those that are not there are encoded. → patches of these."""
+        before = self._budget
         start = request.num_computed_tokens
         holder = self.held.setdefault(request.id, Holder(request))
         for index, item in self._items(request, start, start + num_new):
@@ -155,6 +170,7 @@ class EncoderCache:
             entry.num_users += 1
             self.entries[key] = holder.entries[index] = entry
         self._evict()
+        return before - self._budget
 
     def outside(self, request: Request, num_tokens: int) -> int:
         """Of a prefix of so many tokens, how many can be a hit: where tokens of a picture see later ones of it, a chunk

@@ -232,7 +232,8 @@ class Planner:
     def _see(self, step: Step, request: Request) -> None:
         """What the tokens of it that the step computes need of its pictures."""
         if self.kv.encoder is not None and request.num_computed_tokens < request.media_end:
-            self.kv.encoder.take(request, step.scheduled[request])
+            patches = self.kv.encoder.take(request, step.scheduled[request])
+            step.budget = max(0, step.budget - self.kv.encoder.tokens_for(patches))
             step.seeing.add(request)
 
     def _export(self, step: Step, requests: Iterable[Request]) -> None:
