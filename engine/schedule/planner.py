@@ -113,8 +113,8 @@ class Planner:
         """Without those of the requests that decode who have to wait for a later plan."""
         decodes, others, prompts = [], [], bool(self.roster.waiting)
         for request in running:
-            total = len(request.token_ids) + request.num_in_flight_tokens
-            if total - request.num_computed_tokens != 1 or request in self.prompt_results.pooling:
+            computed, total = request.num_computed_tokens, len(request.token_ids) + request.num_in_flight_tokens
+            if total - computed != 1 or computed < request.media_end or request in self.prompt_results.pooling:
                 others.append(request)
                 prompts = prompts or request.target > request.num_computed_tokens
             elif total < request.longest and (

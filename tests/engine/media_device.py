@@ -265,7 +265,7 @@ class MediaSimulation(Simulation):
     def may_fail_too(self, ended: set[int]) -> set[int]:
         assert isinstance(self.device, MediaDevice)
         self.device.may_lack = True
-        others = {id for id in ended & self.has_media if not self.clients[id].spoilt}
+        others = ended & self.has_media
         for id in others:
             self.clients[id].spoilt = True
         return others
