@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import logging
 from itertools import accumulate
-from math import isqrt
 
 import numpy as np
 import torch
@@ -76,6 +75,9 @@ class Seeing:
         ]
         if tokens:
             upload.add(np.concatenate(tokens))
+        ahead = tokens if self.spec.bidirectional else []
+        if ahead:
+            upload.add(np.concatenate([np.full_like(found, found[-1]) for found in tokens]))
         owners = [np.arange(starts[row.index], starts[row.index + 1]) for row in plan.axes]
         if owners:
             upload.add(np.concatenate(owners))
@@ -84,6 +86,10 @@ class Seeing:
         sent = upload.send(self.device)
         if tokens and self.tower is not None:
             batch.attention.pictures = PictureTokens(sent[0].long(), self._rows(plan, batch))
+        if ahead:  # no chunk ends within a picture
+            seen, last = sent[:2]
+            positions = batch.positions
+            batch.attention.see_pictures(positions.index_copy(0, seen.long(), positions.index_select(0, last)))
         if owners:
             *_, indexes, positions = sent
             self._turn(batch, indexes.long(), positions.view(3, -1))
@@ -115,15 +121,8 @@ class Seeing:
         """Encodes the largest picture, or as many as a step does, and one of a few patches: gray ones."""
         if self.tower is not None:
             for patches in (self._most, self.spec.merge**2):
-                side = isqrt(patches) // self.spec.merge * self.spec.merge
-                item = self._gray(side, side)
+                item = self.tower.sample(patches)
                 self.tower.encode([(self._pixels(item), item)])
-
-    def _gray(self, rows: int, columns: int) -> MediaItem:
-        """Of so many patches."""
-        height, width = rows * self.spec.patch, columns * self.spec.patch
-        length, gray = rows * columns // self.spec.merge**2, bytes([128]) * (height * width * 3)
-        return MediaItem(b"", 0, length, (1, rows, columns), (1, height, width), (height, width), gray)
 
     # ---- a step ----
 
