@@ -113,8 +113,8 @@ class Planner:
         """Without those of the requests that decode who have to wait for a later plan."""
         decodes, others, prompts = [], [], bool(self.roster.waiting)
         for request in running:
-            total = len(request.token_ids) + request.num_in_flight_tokens
-            if total - request.num_computed_tokens != 1 or request in self.prompt_results.pooling:
+            computed, total = request.num_computed_tokens, len(request.token_ids) + request.num_in_flight_tokens
+            if total - computed != 1 or computed < request.media_end or request in self.prompt_results.pooling:
                 others.append(request)
                 prompts = prompts or request.target > request.num_computed_tokens
             elif total < request.longest and (
@@ -231,9 +231,11 @@ class Planner:
 
     def _see(self, step: Step, request: Request) -> None:
         """What the tokens of it that the step computes need of its pictures."""
-        if self.kv.encoder is not None and request.num_computed_tokens < request.media_end:
-            patches = self.kv.encoder.take(request, step.scheduled[request])
-            step.budget = max(0, step.budget - self.kv.encoder.tokens_for(patches))
+        if (encoder := self.kv.encoder) is None:
+            return
+        cost = min(encoder.take(request, step.scheduled[request]), step.budget)
+        step.limit, step.budget = step.limit - cost, step.budget - cost
+        if request.num_computed_tokens < request.media_end:
             step.seeing.add(request)
 
     def _export(self, step: Step, requests: Iterable[Request]) -> None:

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from math import isqrt
 
 import numpy as np
 import torch
@@ -197,15 +196,8 @@ class Seeing:
         """Encodes the largest picture, or as many as a step does, and one of a few patches: gray ones."""
         if self.tower is not None:
             for patches in (self._most, self.spec.merge**2):
-                side = isqrt(patches) // self.spec.merge * self.spec.merge
-                item = self._gray(side, side)
+                item = self.tower.sample(patches)
                 self.tower.encode([(self._pixels(item), item)])
-
-    def _gray(self, rows: int, columns: int) -> MediaItem:
-        """Of so many patches."""
-        height, width = rows * self.spec.patch, columns * self.spec.patch
-        length, gray = rows * columns // self.spec.merge**2, bytes([128]) * (height * width * 3)
-        return MediaItem(b"", 0, length, (1, rows, columns), (1, height, width), (height, width), gray)
 
     # ---- a step ----
 

@@ -13,7 +13,7 @@ import os
 import socket
 import stat
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
@@ -179,7 +179,7 @@ def _open(path: str, flags: int) -> int:
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
-def _resolve(host: str, port: int) -> Sequence[str]:
+def _resolve(host: str, port: int) -> list[str]:
     found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     return [str(address[0]).partition("%")[0] for *_, address in found]
 

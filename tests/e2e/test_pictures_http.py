@@ -17,13 +17,14 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from vserve.engine.describe.reading import read_folder
 from vserve.engine.link.media import MediaItem
 from vserve.engine.vision.processors import read_processor
 from vserve.server.media.decode import item_of
 
-from ..engine.test_pictures import END, START, expected, read_folder
+from ..picture_prompts import log_probabilities
 
-PAD = 299
+PAD, START, END = 299, 297, 296
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
 TOKENS = 6
 LENGTH = 1200
@@ -114,7 +115,7 @@ def check(folder: Path, answer: Any, *files: bytes) -> None:
     assert len(tokens) == TOKENS and answer["usage"]["prompt_tokens"] == len(ids)
     items = placed(ids, seen(folder, *files))
     assert ids.count(PAD) == sum(item.length for item in items)
-    wanted = expected(str(folder), [*ids, *tokens], items)[len(ids) - 1 : -1]
+    wanted = log_probabilities(str(folder), [*ids, *tokens], items)[len(ids) - 1 : -1]
     for row, token, at in zip(wanted, tokens, choice["logprobs"]["content"], strict=True):
         assert row[token] > row.max() - MARGIN
         assert at["logprob"] == pytest.approx(row[token].item(), abs=MARGIN)
@@ -178,7 +179,7 @@ def test_offline(folder: Path, tmp_path: Path) -> None:
             )
         assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
         ids, tokens = answers[0].prompt_token_ids, answers[0].outputs[0].token_ids
-        rows = expected(str(folder), [*ids, *tokens], placed(ids, seen(folder, file)))[len(ids) - 1 : -1]
+        rows = log_probabilities(str(folder), [*ids, *tokens], placed(ids, seen(folder, file)))[len(ids) - 1 : -1]
         for row, token in zip(rows, tokens, strict=True):
             assert row[token] > row.max() - MARGIN
         for given, words in (
@@ -187,3 +188,32 @@ def test_offline(folder: Path, tmp_path: Path) -> None:
         ):  # fmt: skip
             with pytest.raises(ValueError, match=words):
                 llm.generate({"prompt_token_ids": prompt, "multi_modal_data": given}, params, use_tqdm=False)
+
+
+def test_sdks_send_files(folder: Path, url: str, tmp_path: Path) -> None:
+    """OpenAI's and Anthropic's, each in its own words: one answer."""
+    import anthropic
+    import openai
+
+    path = tmp_path / "cat.jpg"
+    path.write_bytes(file_of(160, 96, "JPEG", 6))
+    encoded = base64.b64encode(path.read_bytes()).decode()
+    data: Any = f"data:image/jpeg;base64,{encoded}"
+    greedy: Any = {"model": "tiny", "temperature": 0, "extra_body": {"ignore_eos": True}}
+    ai = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240)
+    content: Any = [
+        {"type": "text", "text": "See"},
+        {"type": "image_url", "image_url": {"url": data, "detail": "high"}},
+    ]
+    chat = ai.chat.completions.create(messages=[{"role": "user", "content": content}], max_tokens=TOKENS, **greedy)
+    items: Any = [{"type": "input_text", "text": "See"}, {"type": "input_image", "image_url": data, "detail": "auto"}]
+    response = ai.responses.create(input=[{"role": "user", "content": items}], max_output_tokens=TOKENS, **greedy)
+    claude = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=240)
+    source: Any = {"type": "base64", "media_type": "image/jpeg", "data": encoded}
+    blocks: Any = [{"type": "text", "text": "See"}, {"type": "image", "source": source}]
+    asked: Any = {"model": "tiny", "max_tokens": TOKENS, "extra_body": {"temperature": 0, "ignore_eos": True}}
+    message = claude.messages.create(messages=[{"role": "user", "content": blocks}], **asked)
+    said = chat.choices[0].message.content
+    assert said and said == response.output_text == "".join(block.text for block in message.content)  # type: ignore
+    assert chat.usage is not None and response.usage is not None
+    assert chat.usage.prompt_tokens == response.usage.input_tokens == len("See") + 2 + 15

@@ -207,6 +207,7 @@ def with_media(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     return replace(
         config, max_model_len=context, num_blocks=blocks, encoder_cache_tokens=rng.choice([6, 8, 12, 24, 60]),
         media_tokens=(PICTURE, MOVIE), media_merge=rng.choice([1, 2]), media_axes=rng.random() < 0.5,
+        patch_cost=rng.choice([0.0, 0.5, 3.0]),
         media_whole=whole, longest_media=LONGEST if whole else 0, max_num_batched_tokens=budget,
     )  # fmt: skip
 
@@ -265,7 +266,7 @@ class MediaSimulation(Simulation):
     def may_fail_too(self, ended: set[int]) -> set[int]:
         assert isinstance(self.device, MediaDevice)
         self.device.may_lack = True
-        others = {id for id in ended & self.has_media if not self.clients[id].spoilt}
+        others = ended & self.has_media
         for id in others:
             self.clients[id].spoilt = True
         return others
