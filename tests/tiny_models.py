@@ -205,11 +205,11 @@ def tiny_config(family: str, **overrides: Any) -> Any:
     }
     if family == "gemma3":  # text beside pictures
         text = {**values, **FAMILIES["gemma3_text"], **overrides}
-        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
-            "image_size": 28, "patch_size": 14}  # fmt: skip
+        vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "image_size": 112, "patch_size": 14, "initializer_range": 0.2}  # fmt: skip
         ends = {key: text.pop(key) for key in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")}
         return AutoConfig.for_model(
-            family, text_config=deepcopy(text), vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
+            family, text_config=deepcopy(text), vision_config=vision, mm_tokens_per_image=16, image_token_index=299,
             boi_token_index=298, eoi_token_index=297, **ends,
         )  # fmt: skip
     sight = overrides.pop("vision", {})  # keys of what looks at pictures
@@ -277,6 +277,10 @@ def tiny_checkpoint(
                 torch.nn.init.normal_(weight, 0.0, 0.5)
             elif name.endswith("A_log"):  # states remember some tens of tokens
                 torch.nn.init.normal_(weight, -3.0, 1.0)
+            elif name.endswith(("cls_token", "class_embedding", "position_embeddings", "mm_input_projection_weight")):
+                torch.nn.init.normal_(weight, 0.0, 0.5)
+            elif name.endswith(("lambda_1", "lambda_2")):
+                torch.nn.init.normal_(weight, 0.7, 0.2)
             elif name.endswith("sinks"):
                 torch.nn.init.normal_(weight, 0.0, 2.0)
             elif "norm" in name or name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):

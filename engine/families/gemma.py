@@ -8,6 +8,7 @@ from .family import Family, attention_spec, layer_count, mlp_spec, windows_of
 from .layer_spec import Activation, AttentionSpec, FrameSpec, LayerSpec
 from .raw_config import RawConfig
 from .rope_config import RopeConfig, read_ropes
+from .towers import gemma3_vision
 
 GELU: dict[str, Activation] = {"gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 
@@ -83,4 +84,5 @@ GEMMA3_PICTURES = Family(
     names=(*NAMES, ("model.", "language_model.model."), ("lm_head", "language_model.lm_head")),
     other_names=((*NAMES, ("model.", "model.language_model.")),),
     ignored=("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+    vision=gemma3_vision,
 )  # fmt: skip

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..errors import ModelError
+from .layer_spec import Names
 from .raw_config import RawConfig, number
 from .vision_spec import BlockSpec, ProjectorSpec, TowerActivation, VisionSpec
 
@@ -50,6 +51,15 @@ _CLIP = {
     "num_attention_heads": 16, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "image_size": 336, "patch_size": 14,
     "num_channels": 3,
 }  # fmt: skip
+_SIGLIP = {
+    "model_type": "siglip_vision_model", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12,
+    "num_attention_heads": 12, "num_channels": 3, "image_size": 224, "patch_size": 16,
+    "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6,
+}  # fmt: skip
+_GEMMA3 = {
+    "mm_tokens_per_image": 256, "boi_token_index": 255_999, "eoi_token_index": 256_000, "image_token_index": 262_144
+}  # fmt: skip
+_MOST_LINES = 31  # ends of lines that are one token of Gemma's
 _LLAVA = {
     "image_token_index": 32000, "multimodal_projector_bias": True, "projector_hidden_act": "gelu",
     "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
@@ -58,7 +68,14 @@ _QWEN_TOKENS = {"image_token_id": 151655, "video_token_id": 151656}
 # What OpenAI's CLIP was trained with.
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # In files of transformers today, and of most before.
-_INSIDE = (("vision_tower.", "model.vision_tower."), ("multi_modal_projector.", "model.multi_modal_projector."))
+_INSIDE = (("vision_tower.", "model.vision_tower."), ("multi_modal_projector", "model.multi_modal_projector"))
+# The same where the tower was a model within the tower before transformers 5.
+_DEEPER: tuple[Names, ...] = (
+    (("vision_tower.", "model.vision_tower.vision_model."), _INSIDE[1]),
+    (("vision_tower.", "vision_tower.vision_model."),),
+    _INSIDE,
+    (),
+)
 _VISUAL, _OTHER_VISUAL = (("visual.", "model.visual."),), ((),)
 
 
@@ -171,8 +188,8 @@ def llava_vision(raw: RawConfig) -> VisionSpec | None:
         _squares(raw, seen, outer, depth + 1 + last),
         kind="clip",
         image_token=outer.size("image_token_index"),
-        names=(("vision_tower.", "model.vision_tower.vision_model."), _INSIDE[1]),
-        other_names=((("vision_tower.", "vision_tower.vision_model."),), _INSIDE, ()),
+        names=_DEEPER[0],
+        other_names=_DEEPER[1:],
     )
 
 
@@ -194,6 +211,37 @@ def internvl_vision(raw: RawConfig) -> VisionSpec | None:
         separator_texts=("<img>", "</img>"),
         mean=(0.485, 0.456, 0.406),
         std=(0.229, 0.224, 0.225),
+    )  # fmt: skip
+
+
+def gemma3_vision(raw: RawConfig) -> VisionSpec | None:
+    """A square, of which a token is the mean of some patches, and whose tokens see one another. None: another tower."""
+    seen, outer = _seen(raw, _SIGLIP), RawConfig(raw.values, _GEMMA3)
+    if seen.get("model_type") != "siglip_vision_model":
+        return None
+    size, patch = _side(seen, "image_size"), _side(seen, "patch_size")
+    tokens = outer.count("mm_tokens_per_image")
+    merge, rest = divmod(size // patch, math.isqrt(tokens))
+    if rest or not merge:
+        raise ModelError(
+            f"config.json: mm_tokens_per_image is {tokens}, which does not divide a square of {size // patch} patches "
+            "a side: correct the file"
+        )
+    return VisionSpec(
+        "gemma",
+        _blocks(seen, seen.count("hidden_size"), "num_attention_heads", _depth(seen, "num_hidden_layers"),
+                eps=seen.number("layer_norm_eps"), theta=0.0),
+        out=raw.count("hidden_size"),
+        patch=patch,
+        merge=merge,
+        image_token=outer.size("image_token_index"),
+        image_size=size,
+        bidirectional="all",
+        separators=(outer.size("boi_token_index"), outer.size("eoi_token_index"), *range(107, 107 + _MOST_LINES)),
+        separator_texts=("<start_of_image>", "<end_of_image>", *("\n" * count for count in range(1, 1 + _MOST_LINES))),
+        root="vision_tower",
+        names=_DEEPER[0],
+        other_names=_DEEPER[1:],
     )  # fmt: skip
 
 

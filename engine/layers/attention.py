@@ -48,6 +48,8 @@ class AttentionBatch:
     # What tokens have for each layer beside the residual stream, [T, layers, size]: the model makes it.
     token_vectors: Tensor | None = None
     pictures: PictureTokens | None = None  # where some tokens are of pictures
+    # The prompts, as layers have them in which a picture's tokens see all of it; None: there are no such tokens.
+    pictured: RaggedBatch | None = None
     # fp32 [T, rotated elements], cosines and sines of each token in turn, which then has its index for a position:
     # where tokens are turned by three axes. None: layers look positions up in their own tables.
     cos_sin: Tensor | None = None
@@ -66,6 +68,10 @@ class AttentionBatch:
         self.prompts = RaggedBatch(self.rows[n:], self.seq_lens[n:], self.query_start[n:], self.max_query_len)
         self.prefill_work, self.last_work = PrefillWork(self.prompts), PrefillWork(self.prompts, last_only=True)
 
+    def see_pictures(self, last_seen: Tensor) -> None:
+        """last_seen: as RaggedBatch has it."""
+        self.pictured = replace(self.prompts, last_seen=last_seen)
+
     def unpacked(self, cache: PagedCache) -> UnpackedPrompts:
         """The prompts, for layers whose codes are unpacked; made when the first one asks."""
         if self._unpacked is None:
@@ -79,7 +85,7 @@ class Attention(nn.Module):
 
     q_norm and k_norm, both or neither: over each head, before the rotation. shared: the values are the first value_dim
     elements of the keys, and stored once. reads_earlier: it has no keys and values, and reads the cache of a layer that
-    has it among its `readers`.
+    has it among its `readers`. sees_pictures: a picture's tokens see all of it.
     """
 
     def __init__(
@@ -97,12 +103,13 @@ class Attention(nn.Module):
         shared: bool = False,
         sinks: Sinks | None = None,
         reads_earlier: bool = False,
+        sees_pictures: bool = False,
     ) -> None:
         super().__init__()
         self.num_heads, self.layer = num_heads, layer
         self.rotary, self.scoring, self.q_norm, self.k_norm = rotary, scoring, q_norm, k_norm
         self.spec = KVSpec(num_kv_heads, head_dim, value_dim or head_dim, scoring.window, shared)
-        self.sinks, self.reads_earlier = sinks, reads_earlier
+        self.sinks, self.reads_earlier, self.sees_pictures = sinks, reads_earlier, sees_pictures
         self.readers: list[Attention] = []
         self.code_scales: tuple[Tensor, Tensor] | None = None  # fp32 [KV], of the checkpoint, for a cache of codes
         self.cache: PagedCache | None = None
@@ -170,10 +177,15 @@ class Attention(nn.Module):
         out = query.new_empty(num_tokens, self.num_heads, self.spec.value_dim)
         prompts, prompt_cache = batch.prompts, cache
         work = batch.last_work if last_only else batch.prefill_work
-        if (unpacked := self._unpacked(query, cache, batch, out)) is not None:
+        pictured = batch.pictured if self.sees_pictures else None
+        unpacked = self._unpacked(query, cache, batch, out) if pictured is None else None
+        if pictured is not None:
+            prompts = pictured
+        elif unpacked is not None:
             prompts, prompt_cache = unpacked.inside, unpacked.unpack(cache)
             work = unpacked.last_work if last_only else unpacked.work
-        if batch.beside and batch.num_decodes >= MIN_DECODES and supports(query, prompt_cache, scoring, out):
+        beside = pictured is None and batch.beside and batch.num_decodes >= MIN_DECODES
+        if beside and supports(query, prompt_cache, scoring, out):
             attend_beside(
                 query, cache, batch.decodes, prompts, scoring, workspace=batch.workspace, work=work, out=out,
                 prompt_cache=prompt_cache,

@@ -70,6 +70,13 @@ class AxisPositions(msgspec.Struct, frozen=True, array_like=True):
     positions: bytes  # int32 [3, tokens of the row]
 
 
+class LastSeen(msgspec.Struct, frozen=True, array_like=True):
+    """How far a row's tokens of this step see: those of a picture to its end, others to themselves."""
+
+    index: int  # into rows
+    positions: bytes  # int32 [tokens of the row]
+
+
 class BlockWrite(msgspec.Struct, frozen=True, array_like=True):
     """Block ids appended to a row's table from entry `start` on; entries before the first of a row are never read."""
 
@@ -105,6 +112,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     encode: list[Encode] = []
     embeds: list[Embed] = []
     axes: list[AxisPositions] = []  # of models whose positions have three axes
+    seen: list[LastSeen] = []  # of models in which a picture's tokens see each other
 
     @property
     def total_tokens(self) -> int:
@@ -125,7 +133,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         plan: StepPlan = msgspec.structs.replace(
             self, rows=[self.rows[index] for index in self.sampled], sampled=list(range(len(self.sampled))),
             num_tokens=[self.num_tokens[index] for index in self.sampled], pooled=[], new_rows=[], new_blocks=[],
-            exports=[], forget=[], encode=[], embeds=[], axes=[],
+            exports=[], forget=[], encode=[], embeds=[], axes=[], seen=[],
             num_decodes=self.num_decodes if self.num_drafts else 0,
         )  # fmt: skip
         return plan

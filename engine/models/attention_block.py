@@ -98,6 +98,7 @@ class AttentionBlock(nn.Module):
             value_dim=value_dim,
             sinks=Sinks(spec.num_heads, place, spec.sinks_name) if spec.sinks else None,
             reads_earlier=spec.reads_earlier,
+            sees_pictures=_sees_pictures(spec, config),
         )
         self.gate: Linear | None = None
         if spec.gate:
@@ -193,6 +194,12 @@ def _qk_norm(
     if spec.qk_norm == "each":
         return make_norm(kind, (size // dim, dim), config.norm_eps, place, order=order, span=place.span(size // dim))
     return make_norm(kind, (dim,), config.norm_eps, place, order=order) if spec.qk_norm else None
+
+
+def _sees_pictures(spec: AttentionSpec, config: ModelConfig) -> bool:
+    """Whether a picture's tokens see all of it in such a layer."""
+    where = "" if config.vision is None else config.vision.bidirectional
+    return where == "all" or (where == "sliding" and spec.window > 0)
 
 
 def _of_heads(order: Tensor, size: int) -> Tensor:

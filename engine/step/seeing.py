@@ -4,8 +4,8 @@ positions that have three axes."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from itertools import accumulate
-from math import isqrt
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from ..families.vision_spec import VisionSpec
 from ..layers.picture_tokens import PictureTokens
 from ..layers.rope import RotaryEmbedding
 from ..link.media import MediaItem
-from ..link.plan import Encode, StepPlan
+from ..link.plan import AxisPositions, Encode, LastSeen, StepPlan
 from ..models.model import Model
 from ..schedule.encoder_cache import STEP_PATCHES
 from ..vision.positions import pair_axes
@@ -60,7 +60,7 @@ class Seeing:
             self.features.pop(entry, None)
         if plan.encode and self.tower is not None:
             self._encode(self.tower, plan.encode)
-        return bool(plan.embeds or plan.axes)
+        return bool(plan.embeds or plan.axes or plan.seen)
 
     def take_unseen(self) -> dict[int, str]:
         """Why there are no features of entries, told once."""
@@ -71,22 +71,30 @@ class Seeing:
         """Puts what the plan says of pictures into the inputs of the step, which is not padded."""
         starts = [0, *accumulate(plan.num_tokens)]
         upload = Upload()
-        tokens = [
-            np.arange(first := starts[embed.index] + embed.first_token, first + embed.count) for embed in plan.embeds
-        ]
-        if tokens:
-            upload.add(np.concatenate(tokens))
-        owners = [np.arange(starts[row.index], starts[row.index + 1]) for row in plan.axes]
-        if owners:
-            upload.add(np.concatenate(owners))
+
+        def tokens_of(rows: Sequence[AxisPositions | LastSeen]) -> np.ndarray:
+            return np.concatenate([np.arange(starts[row.index], starts[row.index + 1]) for row in rows])
+
+        if plan.embeds:
+            firsts = (starts[embed.index] + embed.first_token for embed in plan.embeds)
+            pairs = zip(firsts, plan.embeds, strict=True)
+            upload.add(np.concatenate([np.arange(first, first + embed.count) for first, embed in pairs]))
+        if plan.seen:
+            upload.add(tokens_of(plan.seen))
+            upload.add(np.concatenate([np.frombuffer(row.positions, np.int32) for row in plan.seen]))
+        if plan.axes:
+            upload.add(tokens_of(plan.axes))
             axes = [np.frombuffer(row.positions, np.int32).reshape(3, -1) for row in plan.axes]
             upload.add(np.concatenate(axes, axis=1).ravel())
-        sent = upload.send(self.device)
-        if tokens and self.tower is not None:
-            batch.attention.pictures = PictureTokens(sent[0].long(), self._rows(plan, batch))
-        if owners:
-            *_, indexes, positions = sent
-            self._turn(batch, indexes.long(), positions.view(3, -1))
+        sent = iter(upload.send(self.device))
+        if plan.embeds:
+            indexes = next(sent).long()
+            if self.tower is not None:
+                batch.attention.pictures = PictureTokens(indexes, self._rows(plan))
+        if plan.seen:
+            batch.attention.see_pictures(batch.positions.index_copy(0, next(sent).long(), next(sent)))
+        if plan.axes:
+            self._turn(batch, next(sent).long(), next(sent).view(3, -1))
 
     # ---- memory ----
 
@@ -115,15 +123,8 @@ class Seeing:
         """Encodes the largest picture, or as many as a step does, and one of a few patches: gray ones."""
         if self.tower is not None:
             for patches in (self._most, self.spec.merge**2):
-                side = isqrt(patches) // self.spec.merge * self.spec.merge
-                item = self._gray(side, side)
+                item = self.tower.sample(patches)
                 self.tower.encode([(self._pixels(item), item)])
-
-    def _gray(self, rows: int, columns: int) -> MediaItem:
-        """Of so many patches."""
-        height, width = rows * self.spec.patch, columns * self.spec.patch
-        length, gray = rows * columns // self.spec.merge**2, bytes([128]) * (height * width * 3)
-        return MediaItem(b"", 0, length, (1, rows, columns), (1, height, width), (height, width), gray)
 
     # ---- a step ----
 
@@ -152,7 +153,7 @@ class Seeing:
         host.numpy()[:] = np.frombuffer(item.pixels, np.uint8)
         return host.to(self.device, non_blocking=True).view(*item.size, 3)
 
-    def _rows(self, plan: StepPlan, batch: Batch) -> Tensor:
+    def _rows(self, plan: StepPlan) -> Tensor:
         """[N, features], of plan.embeds."""
         assert self.tower is not None
         parts = []

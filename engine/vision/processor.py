@@ -51,6 +51,10 @@ class Processor(msgspec.Struct, frozen=True):
         """The tokens that take the place of one placeholder."""
         raise NotImplementedError
 
+    def space(self, before: list[int], behind: list[int]) -> None:
+        """Changes, in place, the tokens of a rendered prompt before and behind a placeholder to what a picture has
+        around its span."""
+
     @property
     def max_patches(self) -> int:
         """Of the largest picture."""
@@ -110,10 +114,10 @@ def only(overrides: Mapping[str, Any], known: tuple[str, ...]) -> None:
         )
 
 
-def interpolation(settings: Mapping[str, Any]) -> str:
+def interpolation(settings: Mapping[str, Any], default: int = 3) -> str:
     """torch's name of what the folder's processor resizes by; Lanczos, which torch has not, is bicubic, as transformers
     has it there. Raises ModelError."""
-    found = settings.get("resample", 3)
+    found = settings.get("resample", default)
     if found not in _RESAMPLE:
         raise ModelError(
             f"the image processor's resample is {found!r:.60}, supported are 1, 2 and 3: use another model"

@@ -13,13 +13,13 @@ from ..families.vision_spec import TowerKind, VisionSpec
 from .pixtral_processor import PixtralProcessor
 from .processor import Processor
 from .qwen_processor import QwenProcessor
-from .tile_processor import CenterProcessor, TileProcessor
+from .tile_processor import CenterProcessor, SquareProcessor, TileProcessor
 
 PROCESSORS: dict[TowerKind, type[Processor]] = {
     "qwen2": QwenProcessor, "qwen3": QwenProcessor, "pixtral": PixtralProcessor,
-    "intern": TileProcessor, "clip": CenterProcessor,
+    "intern": TileProcessor, "clip": CenterProcessor, "gemma": SquareProcessor,
 }  # fmt: skip
-_ANY = QwenProcessor | PixtralProcessor | TileProcessor | CenterProcessor
+_ANY = QwenProcessor | PixtralProcessor | TileProcessor | CenterProcessor | SquareProcessor
 
 
 def read_processor(folder: Path, vision: VisionSpec, overrides: Mapping[str, Any] = {}) -> Processor:

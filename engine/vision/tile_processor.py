@@ -1,5 +1,5 @@
-"""Image processors that make squares of one size: LLaVA's one of a picture's middle, InternVL's several, and a small
-picture of the whole."""
+"""Image processors that make squares of one size: LLaVA's one of a picture's middle, Gemma 3's one of a stretched
+picture, InternVL's several and a small one of the whole."""
 
 from __future__ import annotations
 
@@ -115,6 +115,66 @@ class TileProcessor(Processor, frozen=True, tag="tiles"):
     @property
     def max_patches(self) -> int:
         return (self.most + (self.most > 1)) * (self.side // self.patch) ** 2
+
+    @property
+    def max_tokens(self) -> int:
+        return self.max_patches // self.merge**2 + 2
+
+
+class SquareProcessor(Processor, frozen=True, tag="square"):
+    """The picture stretched to a square, between two tokens and, before and behind them, two ends of lines."""
+
+    feature: int  # the token of its features
+    side: int
+    patch: int
+    merge: int
+    begin: int
+    end: int
+    lines: tuple[int, ...]  # the tokens of one end of a line, of two, of three, …
+    mode: str = "bilinear"
+
+    @classmethod
+    def read(cls, vision: VisionSpec, settings: Mapping[str, Any], overrides: Mapping[str, Any]) -> SquareProcessor:
+        only(overrides, ())
+        _check_size(settings, "size", vision.image_size)
+        if settings.get("do_pan_and_scan"):
+            raise ModelError(
+                "the image processor's do_pan_and_scan is true, and pictures are not cut into several here: set it to "
+                "false, or serve the text alone with --language-model-only"
+            )
+        begin, end, *lines = vision.separators
+        return cls(
+            begin, vision.image_token, vision.image_size, vision.patch, vision.merge, begin, end, tuple(lines),
+            interpolation(settings, 2),
+        )  # fmt: skip
+
+    def fit(self, width: int, height: int) -> Fitted:
+        patches = self.side // self.patch
+        return Fitted((1, self.side, self.side), (1, patches, patches), self.max_tokens)
+
+    def pixels(self, rgb: Pixels) -> tuple[Pixels, Grid]:
+        height, width, _ = rgb.shape
+        return resized(rgb, self.side, self.side, self.mode)[None], self.fit(width, height).grid
+
+    def expansion(self, grid: Grid) -> list[int]:
+        return [self.begin, *[self.feature] * (self.max_tokens - 2), self.end]
+
+    def space(self, before: list[int], behind: list[int]) -> None:
+        """Two ends of lines and those that stand there already are one token, as tokenizers make it."""
+        self._end_lines(before, -1)
+        self._end_lines(behind, 0)
+
+    def _end_lines(self, tokens: list[int], at: int) -> None:
+        """at: -1: behind the tokens, 0: before them."""
+        there = self.lines.index(tokens[at]) + 1 if tokens and tokens[at] in self.lines else 0
+        if there and there + 2 <= len(self.lines):
+            tokens[at] = self.lines[there + 1]
+        else:
+            tokens.insert(len(tokens) if at else 0, self.lines[1])
+
+    @property
+    def max_patches(self) -> int:
+        return (self.side // self.patch) ** 2
 
     @property
     def max_tokens(self) -> int:

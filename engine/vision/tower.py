@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from math import prod
+from math import isqrt, prod
 
 import torch
 from torch import Tensor, nn
@@ -166,6 +166,18 @@ class Tower(nn.Module):
         """features [tokens of all, …] → those of each item."""
         grids = (item.grid for item in items)
         return list(features.split([count * rows * columns // self.spec.merge**2 for count, rows, columns in grids]))
+
+    def sample(self, patches: int) -> MediaItem:
+        """A gray picture of about so many patches."""
+        merge = self.spec.merge
+        side = max(1, isqrt(patches) // merge) * merge
+        return self._gray((1, side, side))
+
+    def _gray(self, grid: tuple[int, int, int]) -> MediaItem:
+        tiles, rows, columns = grid
+        size = tiles, rows * self.spec.patch, columns * self.spec.patch
+        length = prod(grid) // self.spec.merge**2
+        return MediaItem(b"", 0, length, grid, size, size[1:], bytes([128]) * (3 * prod(size)))
 
     @property
     def feature_size(self) -> int:

@@ -6,11 +6,11 @@ from ..families.vision_spec import TowerKind, VisionSpec
 from ..quant.weights import Placement
 from .pixtral import PixtralTower
 from .qwen import Qwen2Tower, Qwen3Tower
-from .tiles import ClipTower, InternTower
+from .tiles import ClipTower, GemmaTower, InternTower
 from .tower import Tower
 
 TOWERS: dict[TowerKind, type[Tower]] = {"qwen2": Qwen2Tower, "qwen3": Qwen3Tower, "pixtral": PixtralTower,
-    "intern": InternTower, "clip": ClipTower,
+    "intern": InternTower, "clip": ClipTower, "gemma": GemmaTower,
 }  # fmt: skip
 
 

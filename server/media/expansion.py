@@ -30,13 +30,13 @@ def expanded(
 ) -> tuple[list[int], tuple[MediaItem, ...]]:
     """(the prompt, its pictures with their places in it). Raises ApiError (400) as `check_places` does."""
     check_places(token_ids, len(items), processor, param)
-    found: list[int] = []
+    found, rest = list[int](), list(token_ids)
     placed = []
-    start = 0
     for item in items:
-        at = token_ids.index(processor.placeholder, start)
-        found += token_ids[start:at]
+        at = rest.index(processor.placeholder)
+        found += rest[:at]
+        rest = rest[at + 1 :]
+        processor.space(found, rest)
         placed.append(msgspec.structs.replace(item, start=len(found)))
         found += processor.expansion(item.grid)
-        start = at + 1
-    return found + token_ids[start:], tuple(placed)
+    return found + rest, tuple(placed)

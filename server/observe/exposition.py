@@ -158,6 +158,7 @@ class EngineCollector(Collector):
         yield from self._drafts()
         yield from self._experts()
         yield from self._recurrent_states()
+        yield from self._encoder_cache()
         for name, help, attribute in (
             ("engine_restarts", "Engines that replaced one that died.", "num_restarts"),
             ("engine_stalls", "Times that no step ran though work waited.", "num_stalls"),
@@ -219,6 +220,23 @@ class EngineCollector(Collector):
             ("state_exports_skipped", "Snapshots that no slot was free for.", "num_skipped_state_exports"),
         ):
             yield self._each_engine(name, help, partial(total_of, total), among=recurrent, kind=CounterMetricFamily)
+
+    def _encoder_cache(self) -> Iterator[Metric]:
+        """Of models that see pictures, once they have computed something."""
+        seeing = [counts for counts in self._metrics.engines if counts.state().num_encoder_tokens]
+        if not seeing:
+            return
+        for name, help, value in (
+            ("encoder_cache_tokens", "Tokens of pictures that have room.", lambda e: e.state().num_encoder_tokens),
+            ("encoder_cache_tokens_used", "Of them, those in use.", lambda e: e.state().num_encoder_tokens_used),
+        ):
+            yield self._each_engine(name, help, value, among=seeing)
+        for name, help, total in (
+            ("encoder_cache_queries", "Pictures that prompts came to.", "encoder_queries"),
+            ("encoder_cache_hits", "Of them, those that had been looked at.", "encoder_hits"),
+            ("encoded_patches", "Patches of pictures that were looked at.", "num_encoded_patches"),
+        ):
+            yield self._each_engine(name, help, partial(total_of, total), among=seeing, kind=CounterMetricFamily)
 
     def _request_counters(self) -> Iterator[Metric]:
         counter, metrics = self._counter, self._metrics

@@ -52,7 +52,7 @@ TOTALS = (
     "num_preemptions", "prefix_queries", "prefix_hits", "num_steps", "device_seconds", "host_seconds",
     "num_graph_misses", "num_late_compilations", "num_corrupted_requests",
     "num_invariant_violations", "num_drafts", "num_draft_tokens", "num_state_restores", "num_restored_tokens",
-    "num_state_exports", "num_skipped_state_exports",
+    "num_state_exports", "num_skipped_state_exports", "encoder_queries", "encoder_hits", "num_encoded_patches",
 )  # fmt: skip
 
 

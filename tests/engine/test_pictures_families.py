@@ -23,7 +23,7 @@ from ..tiny_models import reference
 from .conftest import Engine
 
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
-KINDS = ["mistral3", "internvl", "llava", "qwen2_vl"]
+KINDS = ["mistral3", "internvl", "llava", "qwen2_vl", "gemma3"]
 # Widths and heights of a prompt's pictures.
 PROMPTS = [[(64, 64)], [(180, 60), (50, 130)], []]
 
@@ -79,9 +79,10 @@ def inputs(vision: VisionSpec, media: Sequence[MediaItem]) -> dict[str, Any]:
 
 
 def types(vision: VisionSpec, ids: Sequence[int]) -> dict[str, Any]:
-    if vision.mrope is None:
-        return {}
-    return {"mm_token_type_ids": torch.tensor([[int(token == vision.image_token) for token in ids]])}
+    found = torch.tensor([[int(token == vision.image_token) for token in ids]])
+    if vision.bidirectional:
+        return {"token_type_ids": found}
+    return {} if vision.mrope is None else {"mm_token_type_ids": found}
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -221,6 +221,22 @@ def test_recurrent_states(client: Any, engine: Any) -> None:
         assert value(samples, f"vllm:state_{name}") == expected
 
 
+def test_pictures_that_the_engine_looks_at(client: Any, engine: Any) -> None:
+    assert "vllm:enco" not in client.get("/metrics").text
+    engine.past_stats = EngineStats(
+        num_encoder_tokens=90, num_encoder_tokens_used=80, encoder_queries=7, encoder_hits=3, num_encoded_patches=400
+    )
+    engine.stats = EngineStats(
+        num_encoder_tokens=90, num_encoder_tokens_used=20, encoder_queries=70, encoder_hits=30, num_encoded_patches=4000
+    )
+    samples = scrape(client)
+    for name, expected in {
+        "encoder_cache_tokens": 90, "encoder_cache_tokens_used": 20, "encoder_cache_queries_total": 77,
+        "encoder_cache_hits_total": 33, "encoded_patches_total": 4400,
+    }.items():  # fmt: skip
+        assert value(samples, f"vllm:{name}") == expected
+
+
 def test_an_engine_that_loads_has_said_nothing_of_itself(client: Any, engine: Any) -> None:
     """EngineClient has no `info` until it is ready: the page is there all the same."""
     loading = copy.copy(engine)
