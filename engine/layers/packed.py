@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,6 +17,7 @@ HALVES = (torch.bfloat16, torch.float16)
 class Packed:
     """N texts of T tokens in all, neighbours of equal length where that can be arranged."""
 
+    pictures: ClassVar[None] = None  # that a decoder would see: texts that are read both ways have none
     lengths: list[int]  # tokens of each
     starts: Tensor  # int32 [N + 1] on the device
     longest: int = field(init=False)

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from vserve.engine.adapters.layout import SlotLayout
 from vserve.engine.describe.reading import parse_model_config, read_folder, read_model_config
 from vserve.engine.errors import ModelError
 from vserve.engine.link.media import MediaItem
@@ -214,3 +215,12 @@ def test_dummy_weights_are_the_same_again(tiny_model: Callable[..., Path]) -> No
     items = items_of(folder, [picture(64, 96)])
     first, second = (encode(load(folder, load_format="dummy"), items)[0] for _ in range(2))
     assert torch.equal(first, second) and first.isfinite().all() and first.std() > 0
+
+
+def test_adapters_leave_towers_alone(tiny_model: Callable[..., Path]) -> None:
+    """A slot has no room for what looks at pictures, and an adapter that names it is told so."""
+    folder = tiny_model("qwen3_vl", **SIZES)
+    layout = SlotLayout(loaded(folder), 8)
+    assert "model.language_model.layers.0.self_attn.q_proj" in layout.holders
+    assert not any("visual" in path for path in layout.holders)
+    assert "model.visual.blocks.0.attn.qkv" in layout.others
