@@ -742,3 +742,25 @@ def test_compiles_for_hopper(size: int, dtype: str, pdl: bool, run_for_hopper: C
         for name in ("_decode_kernel", "_prefill_kernel"):
             assert kernels[name]["async_copies"]
             assert kernels[name]["lookahead"] >= 2, f"{name} waits for every load it has just issued"
+
+
+_COMPILE_PICTURES = (
+    _COMPILE[: _COMPILE.index("def run(")]
+    + """
+query, keys = torch.empty(300, 8, 256, dtype=torch.bfloat16), torch.empty(2, 16, 4, 256, dtype=torch.bfloat16)
+cache = PagedCache(keys, keys, torch.zeros(4, 64, dtype=torch.int32))
+ints = torch.zeros(301, dtype=torch.int32)
+for tokens in (300, 299):
+    prompts = RaggedBatch(ints[:1], ints[:1], ints[:2], tokens, ints[1 : tokens + 1])
+    prefill_attention_triton(query[:tokens], cache, prompts, Scoring(0.1, window=1024))
+(name, kernel), = kernels.values()
+print(json.dumps([name, kernel.metadata.shared, "wgmma.mma_async" in kernel.asm["ptx"]]))
+"""
+)
+
+
+@pytest.mark.skipif(CUDA, reason="the other tests compile for this GPU")
+def test_pictures_compile_for_hopper(run_for_hopper: Callable[..., Any]) -> None:
+    """Gemma 3's layers with windows: one kernel, whatever the number of tokens."""
+    name, shared, wgmma = run_for_hopper(_COMPILE_PICTURES, "256", "bfloat16", "plain")
+    assert name == "_prefill_kernel" and shared <= 227 * 1024 and wgmma
