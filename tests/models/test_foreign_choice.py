@@ -33,7 +33,7 @@ open({marker!r}, "a").write("ran\\n")
 
 
 class HomemadeAttention(LlamaAttention):
-    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings=None, attention_mask=None, **kwargs):
         {attention}
 
 
@@ -60,7 +60,7 @@ class HomemadeForCausalLM(LlamaForCausalLM):
 def config_scale(config):
     return config.logits_times
 """
-DISPATCHED = "return super().forward(hidden_states, position_embeddings, attention_mask, past_key_values, **kwargs)"
+DISPATCHED = "return super().forward(hidden_states, position_embeddings, attention_mask, **kwargs)"
 ITS_OWN = "return self.o_proj(self.v_proj(hidden_states).repeat(1, 1, 2)), None"
 
 

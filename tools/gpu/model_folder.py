@@ -65,6 +65,28 @@ SHAPES: dict[str, dict[str, Any]] = {
         tie_word_embeddings=False, hidden_act="silu", dtype="bfloat16", bos_token_id=1, eos_token_id=2,
     ),
 }  # fmt: skip
+# Models of pictures and text: the shape of the text, its class, and what looks at pictures.
+_QWEN_SIGHT = dict(
+    depth=27, hidden_size=1152, intermediate_size=4304, num_heads=16, out_hidden_size=4096, patch_size=16,
+    spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=2304, in_channels=3,
+    hidden_act="gelu_pytorch_tanh",
+)  # fmt: skip
+SEEING: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "qwen3-vl-8b": (
+        "qwen3-8b", "Qwen3VLForConditionalGeneration", "qwen3_vl",
+        _QWEN_SIGHT | dict(deepstack_visual_indexes=[8, 16, 24], model_type="qwen3_vl"),
+    ),
+    "qwen3.5-9b": (
+        "qwen3.5-9b", "Qwen3_5ForConditionalGeneration", "qwen3_5",
+        _QWEN_SIGHT | dict(deepstack_visual_indexes=[], model_type="qwen3_5"),
+    ),
+}  # fmt: skip
+MARKS = ("<|vision_start|>", "<|image_pad|>", "<|vision_end|>", "<|video_pad|>")  # with the last ids
+SEEING_TEMPLATE = (
+    "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for part in m.content %}"
+    "{% if part.type == 'image' %}<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}{% endfor %}"
+)
 NOISE_BYTES = 64 << 20
 BFLOAT16 = 2  # bytes
 
@@ -89,6 +111,44 @@ def write_model(folder: Path, shape: str = "llama-8b", layers: int | None = None
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def write_seeing_model(folder: Path, name: str) -> Path:
+    """The same of a model of pictures and text, with a chat template that shows them."""
+    text, architecture, model_type, sight = SEEING[name]
+    write_model(folder, text)
+    inner = json.loads((folder / "config.json").read_text())
+    if model_type == "qwen3_vl":
+        inner["rope_parameters"] = dict(
+            rope_type="default", rope_theta=5e6, mrope_section=[24, 20, 20], mrope_interleaved=True
+        )
+        inner["model_type"] = "qwen3_vl_text"
+    else:
+        inner["rope_parameters"] |= dict(mrope_section=[11, 11, 10], mrope_interleaved=True)
+    first = inner["vocab_size"] - len(MARKS)
+    start, image, end, video = range(first, inner["vocab_size"])
+    config = dict(
+        architectures=[architecture], model_type=model_type, text_config=inner, vision_config=sight, dtype="bfloat16",
+        image_token_id=image, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end,
+        tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(config))
+    file = folder / "tokenizer.json"
+    tokenizer = json.loads(file.read_text())
+    vocabulary = {word: id for word, id in tokenizer["model"]["vocab"].items() if id < first}
+    tokenizer["model"]["vocab"] = vocabulary | dict(zip(MARKS, range(first, inner["vocab_size"]), strict=True))
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False) | {"special": True}
+    tokenizer["added_tokens"] = [flags | {"id": first + i, "content": mark} for i, mark in enumerate(MARKS)]
+    file.write_text(json.dumps(tokenizer))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": SEEING_TEMPLATE}))
+    size = dict(shortest_edge=65536, longest_edge=16777216)
+    processor = dict(
+        size=size, patch_size=16, temporal_patch_size=2, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3,
+        image_processor_type="Qwen2VLImageProcessorFast",
+    )  # fmt: skip
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
     return folder
 
 
