@@ -175,6 +175,7 @@ class Generating(Dialect):
             if body.truncate_prompt_tokens is not None:
                 raise unsupported("truncate_prompt_tokens", "'truncate_prompt_tokens' with pictures")
             prompts = [replace(prompt, media=media) for prompt, media in zip(prompts, self.media, strict=True)]
+            self.media = []
         if body.echo:
             num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
             prompts = await server.tokenise(4 * num_tokens, partial(self._echoed, prompts))

@@ -10,6 +10,8 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ...engine.link.media import MediaItem
 from ...engine.options.cgroup import num_cores
 from ...engine.vision.processors import encode
@@ -81,7 +83,8 @@ class Pictures:
 
     async def items(self, sources: Sequence[Source], salt: str | None, max_tokens: int | None) -> list[MediaItem]:
         """Each picture as the engine gets it, at the start of a prompt. `salt`: who may find what is cached;
-        `max_tokens`: of all of them together. Raises ApiError (400, 429)."""
+        `max_tokens`: of all of them together; None: they are counted, and have no pixels, which would be gigabytes of a
+        prompt that nobody computes. Raises ApiError (400, 429)."""
         self.check_number(sources)
         num_tokens = 0
 
@@ -89,7 +92,9 @@ class Pictures:
             nonlocal num_tokens
             item = await self._item(source, salt or "")
             num_tokens += item.length
-            if max_tokens is not None and num_tokens > max_tokens:  # the others need not be decoded
+            if max_tokens is None:
+                return msgspec.structs.replace(item, pixels=b"")
+            if num_tokens > max_tokens:  # the others need not be decoded
                 raise context_length_exceeded(max_tokens, num_tokens, None, source.where)
             return item
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from vserve.server.api.chat import ChatCompletion
 from vserve.server.errors import ApiError
 from vserve.server.media.source import taken_out
 from vserve.server.options.config import ServerConfig
@@ -296,6 +297,44 @@ def test_what_a_url_is_costs_nothing_by_its_length(beginning: str, of: str) -> N
         most = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert most < 1 << 20
+
+
+def test_pixels_are_the_engines_alone(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are megabytes, and an answer may take minutes."""
+    kept = []
+    whole = ChatCompletion.whole
+
+    def seen(self: Any, generation: Any, *more: Any) -> Any:
+        prompts = [*generation.prompts, *(choice.prompt for choice in generation.choices)]
+        kept.extend([*self.media, *(prompt.media for prompt in prompts)])
+        return whole(self, generation, *more)
+
+    monkeypatch.setattr(ChatCompletion, "whole", seen)
+    assert seeing.ask(user(part(), part()), n=2).status_code == 200
+    assert kept == [()] * 3 and len(seeing.asked.media) == 2
+
+
+def test_pictures_that_are_counted_have_no_pixels(seeing: Seeing) -> None:
+    """Dozens of them would be gigabytes."""
+    found = []
+    items = seeing.state.pictures.items
+
+    async def seen(*given: Any) -> Any:
+        found.extend(await items(*given))
+        return found
+
+    seeing.state.pictures.items = seen
+    try:
+        body = {"messages": [user(part(), "What?")]}
+        anthropic = {"messages": [user({"type": "image", "source": {"type": "url", "url": data_url(file_of())}})]}
+        for route, asked in (("/tokenize", body), ("/v1/messages/count_tokens", {"model": "test", **anthropic})):
+            answer = seeing.client.post(route, asked)
+            assert answer.status_code == 200, answer.text
+            (item,) = found
+            assert item.pixels == b"" and item.length == 2
+            found.clear()
+    finally:
+        seeing.state.pictures.items = items
 
 
 def test_batches_have_pictures(seeing: Seeing) -> None:
