@@ -102,8 +102,8 @@ def _colours(settings: Mapping[str, Any], key: str, default: tuple[float, float,
 def check_tokens(model: ModelConfig) -> None:
     """Raises ModelError where a token that stands for pictures is none of the vocabulary."""
     vision = model.vision
-    if vision is not None and vision.image_token >= model.vocab_size:
+    if vision is not None and (token := max(vision.image_token, *vision.separators, 0)) >= model.vocab_size:
         raise ModelError(
-            f"config.json: the token that stands for pictures is {vision.image_token}, the vocabulary has "
-            f"{model.vocab_size}: correct the file, or serve the text alone with --language-model-only"
+            f"config.json: a token that stands for pictures is {token}, the vocabulary has {model.vocab_size}: correct "
+            "the file, or serve the text alone with --language-model-only"
         )

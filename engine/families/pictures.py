@@ -13,7 +13,7 @@ from .layer_spec import LayerSpec, MoESpec, Names
 from .llama import LLAMA, MISTRAL
 from .qwen import QWEN2, QWEN3, QWEN3_MOE, qwen3_moe_layers
 from .raw_config import RawConfig
-from .towers import llava_vision, pixtral_vision, qwen2_5_vl_vision, qwen2_vl_vision, qwen3_vl_vision
+from .towers import internvl_vision, llava_vision, pixtral_vision, qwen2_5_vl_vision, qwen2_vl_vision, qwen3_vl_vision
 
 # Where the decoder stands in a checkpoint: as transformers writes it, as it did before 4.52, and as Qwen 2 VL had it.
 _PLACES: tuple[Names, ...] = (
@@ -91,7 +91,7 @@ PICTURES = (
     of_any_text(MISTRAL, "Mistral3ForConditionalGeneration", "mistral3", vision=pixtral_vision),
     of_any_text(DEEPSEEK_V3, "Kimi_K25ForConditionalGeneration", "kimi_k25"),  # as transformers writes it
     of_any_text(DEEPSEEK_V3, "KimiK25ForConditionalGeneration", "kimi_k25"),
-    of_any_text(QWEN2, "InternVLForConditionalGeneration", "internvl"),
+    of_any_text(QWEN2, "InternVLForConditionalGeneration", "internvl", vision=internvl_vision),
     of_any_text(QWEN2, "InternVLChatModel", "internvl_chat", "llm_config"),
     of_any_text(LLAMA, "LlavaForConditionalGeneration", "llava", vision=llava_vision),
     of_any_text(LLAMA, "LlavaNextForConditionalGeneration", "llava_next"),

@@ -35,6 +35,25 @@ _PIXTRAL = {
     "model_type": "pixtral", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
     "num_attention_heads": 16, "num_channels": 3, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu",
 }  # fmt: skip
+_INTERN = {
+    "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16,
+    "attention_bias": False, "use_qk_norm": False, "hidden_act": "gelu", "norm_type": "layer_norm",
+    "layer_norm_eps": 1e-6, "image_size": 448, "patch_size": 14, "num_channels": 3, "use_mean_pooling": True,
+    "use_absolute_position_embeddings": True,
+}  # fmt: skip
+_INTERNVL = {
+    "image_token_id": 151667, "downsample_ratio": 0.5, "vision_feature_layer": -1, "projector_hidden_act": "gelu",
+    "multimodal_projector_bias": True, "vision_feature_select_strategy": "default",
+}  # fmt: skip
+_CLIP = {
+    "model_type": "clip_vision_model", "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24,
+    "num_attention_heads": 16, "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5, "image_size": 336, "patch_size": 14,
+    "num_channels": 3,
+}  # fmt: skip
+_LLAVA = {
+    "image_token_index": 32000, "multimodal_projector_bias": True, "projector_hidden_act": "gelu",
+    "vision_feature_layer": -2, "vision_feature_select_strategy": "default",
+}  # fmt: skip
 _QWEN_TOKENS = {"image_token_id": 151655, "video_token_id": 151656}
 # What OpenAI's CLIP was trained with.
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
@@ -139,11 +158,67 @@ def pixtral_vision(raw: RawConfig) -> VisionSpec | None:
 
 
 def llava_vision(raw: RawConfig) -> VisionSpec | None:
-    """Of LLaVA with Pixtral's tower; None: another."""
-    if (raw.values.get("vision_config") or {}).get("model_type") != "pixtral":
+    """Of LLaVA with Pixtral's tower, or CLIP's: the middle of a picture. None: another."""
+    kind = _seen(raw, _CLIP).get("model_type")
+    if kind == "pixtral":
+        return _pixtral(raw, {"spatial_merge_size": 1, **_LLAVA}, _PIXTRAL, 0.0)
+    seen, outer = _seen(raw, _CLIP), RawConfig(raw.values, _LLAVA)
+    depth, last = _depth(seen, "num_hidden_layers"), outer.get("vision_feature_layer")
+    usual = type(last) is int and last < 0 and outer.get("vision_feature_select_strategy") == "default"
+    if kind != "clip_vision_model" or not usual or depth + last < 0:
         return None
-    return _pixtral(raw, {"image_token_index": 32000, "spatial_merge_size": 1, "multimodal_projector_bias": True,
-        "projector_hidden_act": "gelu", "vision_feature_layer": -2}, _PIXTRAL, 0.0)  # fmt: skip
+    return replace(
+        _squares(raw, seen, outer, depth + 1 + last),
+        kind="clip",
+        image_token=outer.size("image_token_index"),
+        names=(("vision_tower.", "model.vision_tower.vision_model."), _INSIDE[1]),
+        other_names=((("vision_tower.", "vision_tower.vision_model."),), _INSIDE, ()),
+    )
+
+
+def internvl_vision(raw: RawConfig) -> VisionSpec | None:
+    """Squares, of which a picture has as many as its shape asks for. None: another tower."""
+    seen = _seen(raw, _INTERN)
+    outer = RawConfig(raw.values, _INTERNVL)
+    usual = seen.get("use_mean_pooling") and seen.get("use_absolute_position_embeddings")
+    wanted = outer.get("vision_feature_layer") == -1 and outer.get("vision_feature_select_strategy") == "default"
+    if not (usual and wanted) or seen.get("use_qk_norm") or seen.get("norm_type") != "layer_norm":
+        return None
+    return replace(
+        _squares(raw, seen, outer, _depth(seen, "num_hidden_layers"), layer_scale=True,
+                 qkv_bias=bool(seen.get("attention_bias"))),
+        kind="intern",
+        merge=round(1 / outer.number("downsample_ratio")),
+        image_token=outer.size("image_token_id"),
+        separators=(151665, 151666),
+        separator_texts=("<img>", "</img>"),
+        mean=(0.485, 0.456, 0.406),
+        std=(0.229, 0.224, 0.225),
+    )  # fmt: skip
+
+
+def _squares(raw: RawConfig, seen: RawConfig, outer: RawConfig, depth: int, **changes: Any) -> VisionSpec:
+    """Of CLIP's kind, but for its tokens. depth: blocks whose results are looked at."""
+    projector = ProjectorSpec(
+        _activation(outer.get("projector_hidden_act"), "projector_hidden_act"),
+        bool(outer.get("multimodal_projector_bias")),
+    )
+    return VisionSpec(
+        "clip",
+        _blocks(seen, seen.count("hidden_size"), "num_attention_heads", depth, eps=seen.number("layer_norm_eps"),
+                theta=0.0, **changes),
+        out=raw.count("hidden_size"),
+        patch=_side(seen, "patch_size"),
+        merge=1,
+        image_token=0,
+        image_size=_side(seen, "image_size"),
+        projector=projector,
+        mean=_CLIP_MEAN,
+        std=_CLIP_STD,
+        root="vision_tower",
+        names=_INSIDE,
+        other_names=((),),
+    )  # fmt: skip
 
 
 def _pixtral(

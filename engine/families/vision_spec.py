@@ -8,7 +8,7 @@ from typing import Literal
 from .layer_spec import Names
 
 # Whose assembly of blocks it is, and who resizes a picture for it: a file of engine/vision/ each.
-TowerKind = Literal["qwen2", "qwen3", "pixtral"]
+TowerKind = Literal["qwen2", "qwen3", "pixtral", "intern", "clip"]
 TowerActivation = Literal["gelu_tanh", "gelu", "quick_gelu", "silu"]
 
 

@@ -20,7 +20,7 @@ from ..families.layer_spec import KVSpec
 from ..quant.format import FLOATS, Format, Stored
 from ..quant.weights import Placement, frozen
 from .norm import RMSNorm
-from .picture_tokens import PictureTokens
+from .picture_tokens import PictureRows, PictureTokens
 from .rope import RotaryEmbedding
 
 
@@ -47,7 +47,7 @@ class AttentionBatch:
     state: StateStep | None = None  # where some layers keep states
     # What tokens have for each layer beside the residual stream, [T, layers, size]: the model makes it.
     token_vectors: Tensor | None = None
-    pictures: PictureTokens | None = None  # where some tokens are of pictures
+    pictures: PictureTokens | PictureRows | None = None  # where some tokens are of pictures
     # fp32 [T, rotated elements], cosines and sines of each token in turn, which then has its index for a position:
     # where tokens are turned by three axes. None: layers look positions up in their own tables.
     cos_sin: Tensor | None = None

@@ -149,6 +149,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     by_token: bool = False  # each token has classes of its own; steps: of them, those that end a step of reasoning
     steps: bool = False
     reranks: bool = False  # it is Qwen3-Reranker, or one like it: a score is how much likelier "yes" is than "no"
+    sees_pictures: bool = False  # requests may have media
     reads_both_ways: bool = False  # no option makes it generate
     quantization: dict[str, str | int] = {}  # of start/described.py; empty: none
     experts: dict[str, str | int] = {}  # of start/described.py; empty: none

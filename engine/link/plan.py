@@ -45,7 +45,8 @@ class AdapterCopy(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Encode(msgspec.Struct, frozen=True, array_like=True):
-    """The tower computes a picture's features before the step runs; they are kept as this entry until it is forgotten."""
+    """The tower computes a picture's features before the step runs, which are kept as this entry until it is
+    forgotten."""
 
     entry: int
     item: MediaItem
@@ -67,6 +68,13 @@ class AxisPositions(msgspec.Struct, frozen=True, array_like=True):
 
     index: int  # into rows
     positions: bytes  # int32 [3, tokens of the row]
+
+
+class LastSeen(msgspec.Struct, frozen=True, array_like=True):
+    """How far a row's tokens of this step see: those of a picture to its end, others to themselves."""
+
+    index: int  # into rows
+    positions: bytes  # int32 [tokens of the row]
 
 
 class BlockWrite(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +112,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     encode: list[Encode] = []
     embeds: list[Embed] = []
     axes: list[AxisPositions] = []  # of models whose positions have three axes
+    seen: list[LastSeen] = []  # of models in which a picture's tokens see each other
 
     @property
     def total_tokens(self) -> int:
@@ -124,7 +133,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         plan: StepPlan = msgspec.structs.replace(
             self, rows=[self.rows[index] for index in self.sampled], sampled=list(range(len(self.sampled))),
             num_tokens=[self.num_tokens[index] for index in self.sampled], pooled=[], new_rows=[], new_blocks=[],
-            exports=[], forget=[], encode=[], embeds=[], axes=[],
+            exports=[], forget=[], encode=[], embeds=[], axes=[], seen=[],
             num_decodes=self.num_decodes if self.num_drafts else 0,
         )  # fmt: skip
         return plan

@@ -17,7 +17,6 @@ from ..layers.delta import DeltaNet
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head
 from ..layers.norm import NoNorm, Norm, make_norm
-from ..layers.picture_tokens import PictureTokens
 from ..layers.rope import RotaryEmbedding
 from ..layers.routing import watch
 from ..parallel.group import ALONE, Group
@@ -239,30 +238,28 @@ class CausalLM(nn.Module):
             return self._with_features(features, x, residual, positions, batch, wanted)
         if not self.stage.is_last:
             wanted = None
-        if pictures is not None and pictures.num_layers(self.config.hidden_size):
-            return self._with_pictures(pictures, x, residual, positions, batch, wanted)
+        # Behind so many layers something of pictures is added (DeepStack, arXiv:2406.04334).
+        deep = 0 if pictures is None else pictures.num_layers(self.config.hidden_size)
         for layer in layers:
             x, residual = layer(x, residual, positions, batch)
+            if layer.index < deep:
+                assert pictures is not None
+                pictures.add_behind(layer.index, residual)
+        if last.index < deep:  # to all tokens: a layer that saves work has left some of them out
+            assert pictures is not None
+            x, residual = last(x, residual, positions, batch)
+            pictures.add_behind(last.index, residual)
+            hidden: Tensor = self.norm(x, residual)[0]
+            return hidden if wanted is None else hidden.index_select(0, wanted)
         x, residual = last(x, residual, positions, batch, wanted)
         return self.norm(x, residual)[0]
-
-    def _with_pictures(
-        self, pictures: PictureTokens, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
-        wanted: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        """Where something of them is added behind the first layers (DeepStack, arXiv:2406.04334). All layers compute
-        all tokens."""
-        for layer in self._layers:
-            x, residual = layer(x, residual, positions, batch)
-            pictures.add_behind(layer.index, residual)
-        hidden: Tensor = self.norm(x, residual)[0]
-        return hidden if wanted is None else hidden.index_select(0, wanted)
 
     def _with_features(
         self, features: Features, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
         wanted: Tensor | None,
     ) -> Tensor:  # fmt: skip
         pictures = batch.pictures
+        deep = 0 if pictures is None else pictures.num_layers(self.config.hidden_size)
         for index, layer in enumerate(self._layers):
             if x is not None and index in features.layers and (group := layer.mixer_norm.group).size > 1:
                 residual.add_(group.all_reduce(x))  # of all ranks' summands
@@ -270,7 +267,7 @@ class CausalLM(nn.Module):
             features.before_layer(index, x, residual)
             last = index == len(self._layers) - 1
             x, residual = layer(x, residual, positions, batch, wanted if last and not features.of_end else None)
-            if pictures is not None and not last:
+            if pictures is not None and index < deep and not last:
                 pictures.add_behind(index, residual)
         hidden: Tensor = self.norm(x, residual)[0]
         if not features.of_end:

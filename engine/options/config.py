@@ -416,12 +416,18 @@ class SchedulerConfig:
     media_merge: int = 1  # patches a side of each of them
     media_axes: bool = False  # positions are in time, height and width
     media_whole: bool = False  # a picture's tokens see each other, and so are computed in one step
+    longest_media: int = 0  # tokens that a picture then may have
 
     @property
     def grain(self) -> int:
         """Tokens at multiples of which chunks of prompts end, and prefixes that are found; 1: no recurrent state says
         where, and blocks alone do."""
         return lcm(self.state_snapshot_tokens, self.block_size) if self.num_state_slots else 1
+
+    @property
+    def least_chunk(self) -> int:
+        """Tokens of a prompt that a step has room for at least, as a smaller chunk may not be possible."""
+        return max(self.grain, self.longest_media)
 
 
 def default_cpu_threads() -> int:

@@ -333,7 +333,9 @@ def _graph_bytes(runner: ModelRunner, shapes: Sequence[Shape], token_bytes: int,
     hidden = runner.model.config.hidden_size * dtype.itemsize
     each = GRAPH_NODE_BYTES * (1 if runner.model_drafter is None else 2)  # drafts have graphs of their own
     kept = sum(shape.samples * hidden + each for shape in shapes)
-    return kept + max(shape.tokens for shape in shapes) * token_bytes
+    tokens = max(shape.tokens for shape in shapes)
+    kept += 0 if runner.seeing is None else runner.seeing.input_bytes(tokens)
+    return kept + tokens * token_bytes
 
 
 def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPlan, chunk: int) -> MemoryPlan:
@@ -342,8 +344,8 @@ def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPla
     if fits < min(config.block_size, runner.max_model_len):
         raise ConfigError(
             f"no memory is left for the KV cache{_at(plan)}: of {gib(plan.budget)}, weights take {gib(plan.weights)}, "
-            f"a step {gib(plan.activations)}, graphs {gib(plan.graphs)} and others {gib(plan.other)}{_and(plan)}; {advice}, or "
-            f"lower --max-num-batched-tokens or --max-num-seqs"
+            f"a step {gib(plan.activations)}, graphs {gib(plan.graphs)} and others {gib(plan.other)}{_and(plan)}; "
+            f"{advice}, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     if fits >= runner.max_model_len:
         return plan

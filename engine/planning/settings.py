@@ -245,7 +245,7 @@ def resolve(
         "max_drafts": max((drafts for _, drafts in speculation.depths), default=0),
         "drafts_with_grammars": not speculation.acceptance,
         "depth": stages + 1 if stages > 1 else steps_in_flight(device),
-        **pictures(config, model, largest),
+        **pictures(config, model, largest, tokens, seqs),
         "reduced": reduced,
         "notices": notices,
     }
@@ -257,8 +257,11 @@ def resolve(
 ENCODER_CACHE_TOKENS = 16_384
 
 
-def pictures(config: EngineConfig, model: ModelConfig, largest: tuple[int, int]) -> dict[str, Any]:
-    """Settings of a model that sees pictures, the largest of which has so many patches and tokens."""
+def pictures(
+    config: EngineConfig, model: ModelConfig, largest: tuple[int, int], num_tokens: int, num_seqs: int
+) -> dict[str, Any]:
+    """Settings of a model that sees pictures, the largest of which has so many patches and tokens. num_tokens: of a
+    step; num_seqs: requests that may run."""
     vision = model.vision
     if vision is None or not model.causal:
         return {"mm_encoder_cache_tokens": 0}
@@ -272,6 +275,7 @@ def pictures(config: EngineConfig, model: ModelConfig, largest: tuple[int, int])
         "media_merge": vision.merge,
         "media_axes": vision.mrope is not None,
         "media_whole": bool(vision.bidirectional),
+        "longest_media": max(0, min(tokens, num_tokens - num_seqs + 1)) if vision.bidirectional else 0,
     }
 
 

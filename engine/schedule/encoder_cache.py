@@ -18,7 +18,7 @@ import numpy as np
 
 from ..errors import require
 from ..link.media import MediaItem
-from ..link.plan import AxisPositions, Embed, Encode
+from ..link.plan import AxisPositions, Embed, Encode, LastSeen
 from ..options.config import SchedulerConfig
 from ..vision.positions import axis_positions, merged
 from .request import Request
@@ -55,6 +55,7 @@ class EncoderCache:
         self.capacity = config.encoder_cache_tokens
         self.tokens, self.merge = config.media_tokens, config.media_merge
         self.three_axes, self.whole = config.media_axes, config.media_whole
+        self.longest = config.longest_media
         self.chunked = config.enable_chunked_prefill
         self.entries: dict[Key, Entry] = {}  # the least recently used one first
         self.held: dict[int, Holder] = {}  # by request id
@@ -81,6 +82,11 @@ class EncoderCache:
                 return f"{of}: {rows} x {columns} patches of {frames} frames cannot be merged by {self.merge}"
             if len(item.pixels) != 3 * prod(item.size):
                 return f"{of}: {len(item.pixels)} bytes are not the pixels of {item.size}"
+            if self.whole and item.length > self.longest:
+                return (
+                    f"{of}: its {item.length} tokens have to be computed in one step, and steps have room for "
+                    f"{self.longest} of them: send a smaller one, or raise --max-num-batched-tokens"
+                )
             size = len(self._tokens_of(token_ids, item, item.start, end))
             if not size or (self.three_axes and size != prod(merged(item, self.merge))):
                 return f"{of}: {size} of its {item.length} tokens stand for {rows} x {columns} patches"
@@ -175,11 +181,10 @@ class EncoderCache:
             first, last = max(start, item.start), min(start + num_new, item.start + item.length)
             at = self._tokens_of(request.token_ids, item, first, last)
             passed = len(self._tokens_of(request.token_ids, item, item.start, first))
-            for run in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
-                if len(run):
-                    token = int(run[0]) - start
-                    found.append(Embed(index, token, len(run), holder.entries[number].number, passed))
-                    passed += len(run)
+            for run in _runs(at):
+                token = int(run[0]) - start
+                found.append(Embed(index, token, len(run), holder.entries[number].number, passed))
+                passed += len(run)
         return found
 
     def axes(self, request: Request, index: int, start: int, num_new: int) -> AxisPositions | None:
@@ -187,6 +192,16 @@ class EncoderCache:
         if not self.three_axes:
             return None
         return AxisPositions(index, axis_positions(request.media, self.merge, start, start + num_new).tobytes())
+
+    def seen(self, request: Request, index: int, start: int, num_new: int) -> LastSeen | None:
+        """How far these tokens see, if those of a picture see each other."""
+        if not self.whole:
+            return None
+        positions = np.arange(start, start + num_new, dtype=np.int32)
+        for _, item in self._items(request, start, start + num_new):
+            for run in _runs(self._tokens_of(request.token_ids, item, item.start, item.start + item.length)):
+                positions[max(0, run[0] - start) : max(0, run[-1] + 1 - start)] = run[-1]
+        return LastSeen(index, positions.tobytes())
 
     # ---- what ends ----
     def free(self, request: Request) -> None:
@@ -295,6 +310,11 @@ def _key(request: Request, item: MediaItem) -> Key:
     return request.cache_salt, item.key
 
 
+def _runs(indexes: np.ndarray) -> list[np.ndarray]:
+    """Growing numbers, cut where one does not follow the other."""
+    return [run for run in np.split(indexes, np.flatnonzero(np.diff(indexes) > 1) + 1) if len(run)]
+
+
 def media_keys(request: Request, block_size: int, first: int, end: int) -> dict[int, tuple[bytes, ...]]:
     """What tells blocks `first` to `end` apart that have the same placeholders: the pictures in each, and where in
     these it begins."""
@@ -304,4 +324,16 @@ def media_keys(request: Request, block_size: int, first: int, end: int) -> dict[
         for block in range(max(first, item.start // block_size), last):
             offset = block * block_size - item.start
             found[block] = (*found.get(block, ()), b"media" + item.key + offset.to_bytes(8, "little", signed=True))
+    return found
+
+
+def pictures_of(request: Request, block_size: int, first: int, end: int) -> list[tuple[str, ...]]:
+    """The names of the pictures in each of the blocks `first` to `end`; empty: no block has any."""
+    if first * block_size >= request.media_end:
+        return []
+    found: list[tuple[str, ...]] = []
+    for block in range(first, end):
+        start = block * block_size
+        here = (i for i in request.media if i.start < start + block_size and i.start + i.length > start)
+        found.append(tuple(item.key.hex() for item in here))
     return found

@@ -13,7 +13,7 @@ from ..errors import require
 from ..link.media import MediaItem
 from ..options.config import SchedulerConfig
 from .block_pool import NULL_BLOCK, BlockPool
-from .encoder_cache import EncoderCache, media_keys
+from .encoder_cache import EncoderCache, media_keys, pictures_of
 from .kv_events import KVEvents
 from .kv_group import KVGroup, kv_groups
 from .request import Request
@@ -218,7 +218,7 @@ class KVCacheManager:
             self.events.stored(
                 group.index, keys[indices[0] : indices[-1] + 1],
                 request.block_hashes[start - 1] if start else None, tokens[start * size : end * size],
-                request.cache_salt, start == 0, request.adapter,
+                request.cache_salt, start == 0, request.adapter, pictures_of(request, size, start, end),
             )  # fmt: skip
 
     def unregister(self, request: Request, num_tokens: int) -> None:

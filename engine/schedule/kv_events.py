@@ -78,16 +78,19 @@ class KVEvents:
 
     def stored(
         self, group: int, keys: Sequence[bytes], parent: bytes | None, token_ids: Sequence[int], salt: str | None,
-        is_first: bool, adapter: int = 0,
+        is_first: bool, adapter: int = 0, pictures: Sequence[tuple[str, ...]] = (),
     ) -> None:  # fmt: skip
         """Blocks that follow each other. `is_first`: the first one is that of a prompt, which a salt is part of.
-        `adapter`: id of its load, 0: none."""
+        `adapter`: id of its load, 0: none. `pictures`: of each block, what names those in it; empty: there are none."""
         window = self._windows[group]
+        extras = list(pictures) or [()] * len(keys)
+        if salt is not None and is_first:
+            extras[0] = (_text(salt), *extras[0])
         self._events.append(
             BlockStored(
                 [name_of(key) for key in keys], None if parent is None else name_of(parent), list(token_ids),
                 self._block_size, adapter or None, MEDIUM, self._adapter_names.get(adapter),
-                [(_text(salt),), *[None] * (len(keys) - 1)] if salt is not None and is_first else None, group,
+                [extra or None for extra in extras] if any(extras) else None, group,
                 "sliding_window" if window else "full_attention", window or None,
             )
         )  # fmt: skip

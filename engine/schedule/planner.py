@@ -104,7 +104,7 @@ class Planner:
             decodes = sum(scheduled.values()) if most else len(scheduled)  # tokens of theirs
             if len(scheduled) <= FEW_DECODES:
                 mixed += len(scheduled)
-            mixed = max(large or mixed, decodes + max(self.config.grain, mixed // 4))
+            mixed = max(large or mixed, decodes + max(self.config.least_chunk, mixed // 4))
             step.limit = min(step.limit, mixed)
         step.budget = step.limit - (sum(scheduled.values()) if most else len(scheduled))
         return prefills
@@ -164,14 +164,14 @@ class Planner:
         if self.sharing is not None:
             self.sharing.begin(step.budget, len(prefills) + len(self.roster.waiting))
         most = step.budget if self.sharing is None else self.sharing.chunk
-        context_cost, grain = self.config.context_cost, self.config.grain
-        unit = max(self.config.block_size, grain)
+        context_cost, least = self.config.context_cost, self.config.least_chunk
+        unit = max(self.config.block_size, self.config.grain)
         for request in prefills:
             if request.status is not RUNNING:
                 continue
             if context_cost:
                 room = equal_chunk(step.budget, request.num_computed_tokens, context_cost, unit)
-                room = max(room, min(grain, step.budget))
+                room = max(room, min(least, step.budget))
                 step.limit, step.budget = step.limit - step.budget + room, room
             num_new = self.kv.chunk(request, min(step.budget, most))
             if num_new and self._grow(step, request, request.num_computed_tokens + num_new):

@@ -23,7 +23,7 @@ class Sharing:
         self._most = config.max_num_partial_prefills
         self._most_long = config.max_long_partial_prefills
         self._long = config.long_prefill_token_threshold
-        self._least = config.grain  # a smaller chunk would be none
+        self._least = config.least_chunk
         self.chunk = 0  # tokens that a prompt may have of this step
         self.promised = 0  # blocks that prompts in progress still need, which nobody else may be admitted on
         self._open = self._open_long = 0  # prompts in progress behind this step

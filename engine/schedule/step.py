@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..link.plan import AdapterCopy, AxisPositions, BlockWrite, Embed, Encode, NewRow, StateExport, StepPlan
+from ..link.plan import AdapterCopy, AxisPositions, BlockWrite, Embed, Encode, LastSeen, NewRow, StateExport, StepPlan
 from ..vision.positions import rope_delta
 from .kv_cache import KVCacheManager
 from .request import Request
@@ -43,6 +43,7 @@ class Step:
     encode: list[Encode] = field(default_factory=list)  # pictures whose features it makes
     embeds: list[Embed] = field(default_factory=list)
     axes: list[AxisPositions] = field(default_factory=list)
+    seen: list[LastSeen] = field(default_factory=list)
     constrained: bool = False  # a grammar limits what some row samples
     told: list[Request] = field(default_factory=list)  # whose drafts for the step to come its result brings
 
@@ -116,7 +117,7 @@ class Step:
         return StepPlan(
             self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled,
             self.num_drafts, self.adapters, told, gone, self.exports, self.forgotten, self.encode,
-            self.embeds, self.axes,
+            self.embeds, self.axes, self.seen,
         )  # fmt: skip
 
     def _see(self, kv: KVCacheManager, request: Request, index: int, computed: int, num_new: int) -> None:
@@ -125,6 +126,8 @@ class Step:
         self.embeds += kv.encoder.embeds(request, index, computed, num_new)
         if (axes := kv.encoder.axes(request, index, computed, num_new)) is not None:
             self.axes.append(axes)
+        if (seen := kv.encoder.seen(request, index, computed, num_new)) is not None:
+            self.seen.append(seen)
 
     def _drafting(self) -> list[Request]:
         """Who computes more tokens than there are."""

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..cache.batch import WANTED, Batch, BatchBuilder, Shape, header_width
 from ..link.plan import StepPlan
 from .graph_table import GraphTable
+from .seeing import Seeing
 
 
 @dataclass
@@ -42,10 +43,11 @@ class StepGraphs:
 
     def __init__(
         self, table: GraphTable, forward: Callable[[Batch, Tensor], Tensor],
-        propose: Callable[[Batch, Tensor, Shape], Tensor] | None = None,
+        propose: Callable[[Batch, Tensor, Shape], Tensor] | None = None, seeing: Seeing | None = None,
     ) -> None:  # fmt: skip
-        """`propose`: what a model drafts behind a step, from its batch and header."""
-        self.table, self.forward, self.propose = table, forward, propose
+        """`propose`: what a model drafts behind a step, from its batch and header. `seeing`: what steps with prompts
+        read of pictures."""
+        self.table, self.forward, self.propose, self.seeing = table, forward, propose, seeing
         self.builder: BatchBuilder | None = None  # needed to capture: before, the rows may still be made anew
         self._graphs: dict[Shape | None, StepGraph] = {}
 
@@ -84,4 +86,6 @@ class StepGraphs:
     def _run(self, header: Tensor, shape: Shape) -> tuple[Batch, Tensor]:
         assert self.builder is not None
         batch = self.builder.gather(header, shape, beside=True)
+        if self.seeing is not None and shape.prefill_rows:
+            self.seeing.bind(batch)
         return batch, self.forward(batch, header[WANTED, : shape.samples])

@@ -145,7 +145,7 @@ class ModelRunner:
         graphs = self.graphs  # None until they are captured: what warms up misses none
         if graphs is not None and adapters is not None:
             graphs = self.adapter_graphs
-        graph = graphs.find(plan) if graphs is not None and not wants_all and seeing is None else None
+        graph = graphs.find(plan) if graphs is not None and not wants_all and not plan.seen else None
         expanded = None  # latents of prompts: not in a graph, for how long contexts are, the host has to know
         if self.latent_prompts is not None and self.latent_prompts.expands(plan, graph is not None):
             graph, expanded = None, self.latent_prompts
@@ -158,6 +158,8 @@ class ModelRunner:
                 adapters.group(plan, shape.tokens, num_logits)
             host = builder.header(plan, shape)
             header = graph.header.copy_(host, non_blocking=True)
+            if self.seeing is not None and shape.prefill_rows:
+                self.seeing.fill(plan)
             if relay is not None:
                 relay.take_in(shape.tokens)
             graph.graph.replay()
@@ -182,7 +184,7 @@ class ModelRunner:
                 hidden = every.index_select(0, wanted)
             else:
                 hidden = self.forward(batch, wanted)
-                if graphs is not None and expanded is None and seeing is None:
+                if graphs is not None and expanded is None and not plan.seen:
                     self.num_graph_misses += graphs.table.expects(plan)
         samples = builder.samples(plan, header, host, batch)
         if not self.is_last:
@@ -329,8 +331,9 @@ class ModelRunner:
         propose = self._propose if self.model_drafter is not None else None
         if self.adapters is not None:  # who drafts has none
             coarse = GraphTable(decodes, max_mixed_tokens, (), drafts, coarse=True)
-            self.adapter_graphs = StepGraphs(coarse, self._forward_adapted, propose)
-        return StepGraphs(GraphTable(decodes, max_mixed_tokens, large_mixed_tokens, drafts), self.forward, propose)
+            self.adapter_graphs = StepGraphs(coarse, self._forward_adapted, propose, self.seeing)
+        table = GraphTable(decodes, max_mixed_tokens, large_mixed_tokens, drafts)
+        return StepGraphs(table, self.forward, propose, self.seeing)
 
     @torch.inference_mode()
     def capture_graphs(self, graphs: StepGraphs) -> None:
@@ -340,8 +343,11 @@ class ModelRunner:
         if self.model_drafter is not None:
             self.model_drafter.reserve(max(shape.tokens for shape in graphs.shapes()))
         every = [graphs] if self.adapter_graphs is None else [graphs, self.adapter_graphs]
+        num_tokens = max(shape.tokens for one in every for shape in one.shapes())
+        if self.seeing is not None:
+            self.seeing.make_inputs(num_tokens)
         if self.relay is not None:
-            self.relay.reserve(max(shape.tokens for one in every for shape in one.shapes()))
+            self.relay.reserve(num_tokens)
         if self.adapters is not None:
             self.adapters.clear()
         pool = torch.cuda.graph_pool_handle()  # one, as the memory plan has it

@@ -4,6 +4,8 @@ positions that have three axes."""
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from math import isqrt
 
@@ -14,10 +16,10 @@ from torch import Tensor
 from ..cache.batch import Batch
 from ..cache.rows import Upload
 from ..families.vision_spec import VisionSpec
-from ..layers.picture_tokens import PictureTokens
+from ..layers.picture_tokens import PictureRows, PictureTokens
 from ..layers.rope import RotaryEmbedding
 from ..link.media import MediaItem
-from ..link.plan import Encode, StepPlan
+from ..link.plan import AxisPositions, Encode, LastSeen, StepPlan
 from ..models.model import Model
 from ..schedule.encoder_cache import STEP_PATCHES
 from ..vision.positions import pair_axes
@@ -26,6 +28,24 @@ from ..vision.tower import Tower
 logger = logging.getLogger(__name__)
 
 NOT_ENCODED = "a picture of this request could not be encoded"
+
+
+@dataclass
+class GraphInputs:
+    """What graphs read of the pictures of a step, T tokens at most."""
+
+    seen: Tensor  # bool [T], those of pictures
+    features: Tensor | None  # [T, …], zeros elsewhere; None: this stage has no embedding
+    positions: Tensor  # int32 [3, T], -1: a token is at its own, on every axis
+    filled: int = 0  # tokens that the last step wrote
+
+    def clear(self) -> None:
+        if self.filled:
+            self.seen[: self.filled] = False
+            self.positions[:, : self.filled] = -1
+            if self.features is not None:
+                self.features[: self.filled] = 0
+            self.filled = 0
 
 
 class Seeing:
@@ -38,6 +58,7 @@ class Seeing:
         self.features: dict[int, Tensor] = {}  # [tokens, hidden · (1 + layers of deepstack)]
         self.unseen: dict[int, str] = {}  # entries that there are no features of → why
         self.num_tokens = self.largest = 0
+        self._inputs: GraphInputs | None = None  # where there are graphs
         self.axes = None
         if spec.mrope is not None:
             axes = pair_axes(spec.mrope, spec.interleaved, rotary.head_dim // 2)
@@ -55,12 +76,12 @@ class Seeing:
 
     def begin(self, plan: StepPlan) -> bool:
         """Before the step runs: forgets, then makes features. Returns whether it has tokens of pictures or before them,
-        which `place` is for: no graph has inputs for such."""
+        which `place` is for, or `fill`."""
         for entry in plan.forget:
             self.features.pop(entry, None)
         if plan.encode and self.tower is not None:
             self._encode(self.tower, plan.encode)
-        return bool(plan.embeds or plan.axes)
+        return bool(plan.embeds or plan.axes or plan.seen)
 
     def take_unseen(self) -> dict[int, str]:
         """Why there are no features of entries, told once."""
@@ -69,24 +90,85 @@ class Seeing:
 
     def place(self, plan: StepPlan, batch: Batch) -> None:
         """Puts what the plan says of pictures into the inputs of the step, which is not padded."""
+        sent = self._send(plan)
+        if plan.embeds:
+            tokens = next(sent).long()
+            if self.tower is not None:
+                batch.attention.pictures = PictureTokens(tokens, self._rows(plan))
+        if plan.axes:
+            assert self.axes is not None
+            tokens, positions = next(sent).long(), next(sent).view(3, -1)
+            every = batch.rope_positions.repeat(3, 1).index_copy_(1, tokens, positions)
+            self._turn(batch, every, self.axes)
+        if plan.seen:
+            batch.attention.see_pictures(batch.positions.index_copy(0, next(sent).long(), next(sent)))
+
+    def _send(self, plan: StepPlan) -> Iterator[Tensor]:
+        """int32 on the device: tokens of `embeds`; tokens of `axes`, then their positions [3 · N]; tokens of `seen`,
+        then the last positions that they see. Nothing for what the plan has not."""
         starts = [0, *accumulate(plan.num_tokens)]
         upload = Upload()
-        tokens = [
-            np.arange(first := starts[embed.index] + embed.first_token, first + embed.count) for embed in plan.embeds
-        ]
-        if tokens:
-            upload.add(np.concatenate(tokens))
-        owners = [np.arange(starts[row.index], starts[row.index + 1]) for row in plan.axes]
-        if owners:
-            upload.add(np.concatenate(owners))
+
+        def tokens_of(rows: Sequence[AxisPositions | LastSeen]) -> np.ndarray:
+            return np.concatenate([np.arange(starts[row.index], starts[row.index + 1]) for row in rows])
+
+        if plan.embeds:
+            firsts = (starts[embed.index] + embed.first_token for embed in plan.embeds)
+            pairs = zip(firsts, plan.embeds, strict=True)
+            upload.add(np.concatenate([np.arange(first, first + embed.count) for first, embed in pairs]))
+        if plan.axes:
+            upload.add(tokens_of(plan.axes))
             axes = [np.frombuffer(row.positions, np.int32).reshape(3, -1) for row in plan.axes]
             upload.add(np.concatenate(axes, axis=1).ravel())
-        sent = upload.send(self.device)
-        if tokens and self.tower is not None:
-            batch.attention.pictures = PictureTokens(sent[0].long(), self._rows(plan, batch))
-        if owners:
-            *_, indexes, positions = sent
-            self._turn(batch, indexes.long(), positions.view(3, -1))
+        if plan.seen:
+            upload.add(tokens_of(plan.seen))
+            upload.add(np.concatenate([np.frombuffer(row.positions, np.int32) for row in plan.seen]))
+        return iter(upload.send(self.device))
+
+    # ---- what graphs read ----
+
+    def make_inputs(self, num_tokens: int) -> None:
+        """Before graphs of steps with prompts are captured, of so many tokens at most."""
+        self._inputs = GraphInputs(
+            torch.zeros(num_tokens, dtype=torch.bool, device=self.device),
+            None if self.tower is None else torch.zeros(
+                num_tokens, self.tower.feature_size, dtype=self.tower.place.dtype, device=self.device
+            ),
+            torch.full((3, num_tokens), -1, dtype=torch.int32, device=self.device),
+        )  # fmt: skip
+
+    def input_bytes(self, num_tokens: int) -> int:
+        """What `make_inputs` takes."""
+        row = 0 if self.tower is None else self.tower.feature_size * self.tower.place.dtype.itemsize
+        return num_tokens * (row + 13)
+
+    def bind(self, batch: Batch) -> None:
+        """While a graph is captured: it reads what `fill` has written before each replay."""
+        assert self._inputs is not None
+        count, inputs = len(batch.input_ids), self._inputs
+        if inputs.features is not None:
+            batch.attention.pictures = PictureRows(inputs.seen[:count], inputs.features[:count])
+        if self.axes is not None:
+            given = inputs.positions[:, :count]
+            self._turn(batch, torch.where(given >= 0, given, batch.rope_positions), self.axes)
+
+    def fill(self, plan: StepPlan) -> None:
+        """Before a graph is replayed that has been bound."""
+        assert self._inputs is not None and not plan.seen
+        inputs = self._inputs
+        inputs.clear()
+        if not plan.embeds and not plan.axes:
+            return
+        inputs.filled = plan.total_tokens
+        sent = self._send(plan)
+        if plan.embeds:
+            tokens = next(sent).long()
+            if inputs.features is not None:
+                inputs.seen.index_fill_(0, tokens, True)
+                inputs.features.index_copy_(0, tokens, self._rows(plan))
+        if plan.axes:
+            tokens = next(sent).long()
+            inputs.positions.index_copy_(1, tokens, next(sent).view(3, -1))
 
     # ---- memory ----
 
@@ -152,7 +234,7 @@ class Seeing:
         host.numpy()[:] = np.frombuffer(item.pixels, np.uint8)
         return host.to(self.device, non_blocking=True).view(*item.size, 3)
 
-    def _rows(self, plan: StepPlan, batch: Batch) -> Tensor:
+    def _rows(self, plan: StepPlan) -> Tensor:
         """[N, features], of plan.embeds."""
         assert self.tower is not None
         parts = []
@@ -165,10 +247,7 @@ class Seeing:
                 parts.append(features[embed.first_feature : embed.first_feature + embed.count])
         return torch.cat(parts)
 
-    def _turn(self, batch: Batch, tokens: Tensor, positions: Tensor) -> None:
-        """These tokens, int64 [N], are at positions int32 [3, N]; the others at their own, on every axis."""
-        assert self.axes is not None
-        every = batch.rope_positions.repeat(3, 1)
-        every[:, tokens] = positions
-        batch.attention.cos_sin = self.rotary.composed(every, self.axes)
-        batch.rope_positions = torch.arange(every.shape[1], dtype=torch.int32, device=self.device)
+    def _turn(self, batch: Batch, positions: Tensor, axes: Tensor) -> None:
+        """positions int32 [3, T]: of every token, on each axis."""
+        batch.attention.cos_sin = self.rotary.composed(positions, axes)
+        batch.rope_positions = torch.arange(positions.shape[1], dtype=torch.int32, device=self.device)

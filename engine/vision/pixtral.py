@@ -11,14 +11,13 @@ from ..families.vision_spec import VisionSpec
 from ..layers.linear import TowerLinear
 from ..layers.norm import make_norm
 from ..quant.weights import Placement, WeightMap
-from .tower import ACTIVATIONS, Block, PatchProduct, Picture, Tower, frames_of, patches
+from .tower import ACTIVATIONS, PROJECTOR, Block, PatchProduct, Picture, Tower, frames_of, patches
 
 _PATHS = {
     "norm1": "attention_norm", "norm2": "ffn_norm", "q": "attention.q_proj", "k": "attention.k_proj",
     "v": "attention.v_proj", "out": "attention.o_proj", "gate": "feed_forward.gate_proj", "up": "feed_forward.up_proj",
     "down": "feed_forward.down_proj",
 }  # fmt: skip
-PROJECTOR = "multi_modal_projector"
 
 
 class PixtralTower(Tower):

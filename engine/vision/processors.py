@@ -13,11 +13,13 @@ from ..families.vision_spec import TowerKind, VisionSpec
 from .pixtral_processor import PixtralProcessor
 from .processor import Processor
 from .qwen_processor import QwenProcessor
+from .tile_processor import CenterProcessor, TileProcessor
 
 PROCESSORS: dict[TowerKind, type[Processor]] = {
-    "qwen2": QwenProcessor, "qwen3": QwenProcessor, "pixtral": PixtralProcessor
+    "qwen2": QwenProcessor, "qwen3": QwenProcessor, "pixtral": PixtralProcessor,
+    "intern": TileProcessor, "clip": CenterProcessor,
 }  # fmt: skip
-_ANY = QwenProcessor | PixtralProcessor
+_ANY = QwenProcessor | PixtralProcessor | TileProcessor | CenterProcessor
 
 
 def read_processor(folder: Path, vision: VisionSpec, overrides: Mapping[str, Any] = {}) -> Processor:

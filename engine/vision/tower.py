@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from ...kernels.attention.rope import apply_rope_torch
+from ...kernels.attention.rope import apply_rope
 from ..families.vision_spec import BlockSpec, VisionSpec
+from ..layers.delta import Vectors
 from ..layers.linear import TowerLinear
 from ..layers.norm import make_norm
 from ..layers.packed import Packed
@@ -26,6 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 # int32 positions [patches], and the fp32 table of cosines and sines [patches, head] that they look up.
 Turns = tuple[Tensor, Tensor]
+PROJECTOR = "multi_modal_projector"  # its path, where it is no part of the tower
 Picture = tuple[Tensor, MediaItem]  # uint8 [frames, height, width, 3] on the device, and what is known of it
 
 
@@ -67,7 +69,7 @@ class Block(nn.Module):
 
     def __init__(self, spec: BlockSpec, place: Placement, paths: Mapping[str, str]) -> None:
         """paths: the module's parts → their names behind the block's: qkv, or q, k and v; out, up, down, and where the
-        MLP is gated gate; norm1, norm2."""
+        MLP is gated gate; norm1, norm2; scale1, scale2, which are tensors of the block itself."""
         super().__init__()
         hidden, inner = spec.hidden, spec.inner
         self.spec, self.paths = spec, paths
@@ -79,20 +81,27 @@ class Block(nn.Module):
         self.up = TowerLinear(hidden, parts, place=place, bias=spec.bias)
         self.down = TowerLinear(inner, {"down": hidden}, place=place, bias=spec.bias)
         self.norm1, self.norm2 = (make_norm(spec.norm, (hidden,), spec.eps, place) for _ in range(2))
+        names = (paths["scale1"], paths["scale2"]) if spec.layer_scale else ()
+        self.scales = Vectors(dict.fromkeys(names, (hidden,)), place.dtype, place) if names else None
 
     def weight_map(self, prefix: str) -> WeightMap:
         paths = self.paths
         found: WeightMap = {}
         for linear in (self.qkv, self.out, self.up, self.down):
             found |= {f"{prefix}.{paths[part]}": (linear, part) for part in linear.shape.parts}
+        if self.scales is not None:
+            found[prefix] = self.scales, ""
         return found | {f"{prefix}.{paths['norm1']}": (self.norm1, ""), f"{prefix}.{paths['norm2']}": (self.norm2, "")}
 
     def forward(self, x: Tensor | None, residual: Tensor, turns: Turns | None, frames: Packed) -> tuple[Tensor, Tensor]:
         """x: what is still to be added to residual [N, hidden], which is updated in place; → the same of the next.
         turns: None: nothing is rotated."""
         normed, residual = self.norm1(x, residual)
-        normed, residual = self.norm2(self.attend(normed, turns, frames), residual)
-        return self.down(self.inner(normed)), residual
+        normed, residual = self.norm2(self._scaled(self.attend(normed, turns, frames), "scale1"), residual)
+        return self._scaled(self.down(self.inner(normed)), "scale2"), residual
+
+    def _scaled(self, x: Tensor, name: str) -> Tensor:
+        return x if self.scales is None else x.mul_(self.scales.get_parameter(self.paths[name]))
 
     def inner(self, x: Tensor) -> Tensor:
         """What the MLP has between its products: [N, hidden] → [N, inner]."""
@@ -109,7 +118,7 @@ class Block(nn.Module):
         heads, dim = self.spec.heads, self.spec.head_dim
         query, key, value = self.qkv(x).view(len(x), 3 * heads, dim).split(heads, dim=1)
         if turns is not None:
-            apply_rope_torch(query, key, *turns)
+            apply_rope(query, key, *turns)
         return self.out(frames.attend(query, key, value, dim**-0.5).flatten(1))
 
 

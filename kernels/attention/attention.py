@@ -65,7 +65,7 @@ def prefill_attention(
     query [T, H, D], the rest as in `decode_attention`. work: made of the same batch, so that the layers of a step share
     it. Returns out, or a new tensor, [T, H, Dv]; in a new one, rows of tokens outside all ranges are undefined.
     """
-    if supports(query, cache, scoring, out):
+    if batch.last_seen is None and supports(query, cache, scoring, out):
         return prefill_attention_hopper(query, cache, batch, scoring, work=work, out=out)
     if query.is_cuda:
         return prefill_attention_triton(query, cache, batch, scoring, out=out)
@@ -117,7 +117,8 @@ def prefill_attention_torch(
     rows, lengths, starts = batch.rows.tolist(), batch.seq_lens.tolist(), batch.query_start.tolist()
     for row, length, start, end in zip(rows, lengths, starts[:-1], starts[1:], strict=True):
         if end > start:
-            out[start:end] = _attend_request(query[start:end], cache, cache.block_table[row], length, scoring)
+            seen = None if batch.last_seen is None else batch.last_seen[start:end]
+            out[start:end] = _attend_request(query[start:end], cache, cache.block_table[row], length, scoring, seen)
     return out
 
 
@@ -139,16 +140,21 @@ def _pages(cache: torch.Tensor, blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _attend_request(
-    query: torch.Tensor, cache: PagedCache, blocks: torch.Tensor, length: int, scoring: Scoring
-) -> torch.Tensor:
-    """One request: query [q, H, D] are the last tokens of its context of `length`. Returns [q, H, Dv]."""
+    query: torch.Tensor, cache: PagedCache, blocks: torch.Tensor, length: int, scoring: Scoring,
+    last_seen: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """One request: query [q, H, D] are the last tokens of its context of `length`, last_seen [q] theirs. Returns
+    [q, H, Dv]."""
     scale, window, soft_cap, sinks = scoring.scale, scoring.window, scoring.soft_cap, scoring.sinks
     query_len, num_heads, key_size = query.shape
     page, num_kv_heads, value_size = cache.values.shape[1:]
     if length < query_len:  # a padding row, or query tokens at negative positions: they see nothing
         result = query.new_zeros(query_len, num_heads, value_size)
         if length > 0:
-            result[query_len - length :] = _attend_request(query[query_len - length :], cache, blocks, length, scoring)
+            seen = None if last_seen is None else last_seen[query_len - length :]
+            result[query_len - length :] = _attend_request(
+                query[query_len - length :], cache, blocks, length, scoring, seen
+            )
         return result
 
     # Gather whole pages, then cut to the keys that some query token sees.
@@ -162,16 +168,17 @@ def _attend_request(
 
     causal = query_len > 1
     mask = None
-    if causal and (query_len < num_keys or 0 < window < num_keys or soft_cap or sinks is not None):
+    special = soft_cap or sinks is not None or last_seen is not None
+    if causal and (query_len < num_keys or 0 < window < num_keys or special):
         causal = False
         key_position = torch.arange(num_keys, device=query.device)
         position = key_position[num_keys - query_len :, None]
-        mask = key_position <= position
+        mask = key_position <= (position if last_seen is None else last_seen[:, None] - first)
         if window:
             mask &= key_position + first >= scoring.first_seen(position + first)
     if soft_cap or sinks is not None:
         return _attend_explicitly(query, key, value, mask, scoring)
-    if num_kv_heads == 1 and key_size != value_size and query_len > 1:
+    if num_kv_heads == 1 and key_size != value_size and query_len > 1 and last_seen is None:
         return _attend_to_one_head(query, key[:, 0], value[:, 0], scoring)
     if query_len == 1:  # the grouped heads become the rows of one small matrix
         packed = query.reshape(1, num_kv_heads, num_heads // num_kv_heads, key_size)

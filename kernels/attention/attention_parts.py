@@ -53,12 +53,15 @@ class RaggedBatch:
     of its context. Tokens outside all ranges (padding behind, decodes before) are neither read nor written: their rows
     of the result keep what they held. rows and seq_lens as in UniformBatch.
     max_query_len: the longest of these ranges, or any bound above it; 0: there is none.
+    last_seen int32 [T], beside the query: the position of the last key that each token sees, which is in the cache;
+    None: its own. Through a window it sees as far back as without.
     """
 
     rows: Tensor
     seq_lens: Tensor
     query_start: Tensor
     max_query_len: int
+    last_seen: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

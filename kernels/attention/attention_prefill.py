@@ -15,11 +15,14 @@ from .kv_fp8 import as_numbers, scale_kind
 
 @triton.jit(
     do_not_specialize=["num_requests", "num_kv_heads", "stride_table"],
-    do_not_specialize_on_alignment=["table_ptr", "rows_ptr", "seq_lens_ptr", "query_start_ptr", "sinks_ptr"],
-)
+    do_not_specialize_on_alignment=[
+        "table_ptr", "rows_ptr", "seq_lens_ptr", "query_start_ptr", "sinks_ptr", "last_seen_ptr",
+    ],
+)  # fmt: skip
 def _prefill_kernel(
     out_ptr, query_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-    table_ptr, rows_ptr, seq_lens_ptr, query_start_ptr, sinks_ptr, scale, num_requests, num_kv_heads, stride_table,
+    table_ptr, rows_ptr, seq_lens_ptr, query_start_ptr, sinks_ptr, last_seen_ptr, scale, num_requests, num_kv_heads,
+    stride_table,
     stride_query_token, stride_query_head, stride_key_block, stride_key_slot, stride_key_head,
     stride_value_block, stride_value_slot, stride_value_head,
     stride_key_scale_block, stride_key_scale_slot, stride_key_scale_head,
@@ -27,7 +30,8 @@ def _prefill_kernel(
     NUM_KV_HEADS: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, REQUESTS_PAD: tl.constexpr,
     KEY_SIZE: tl.constexpr, KEY_PAD: tl.constexpr, VALUE_SIZE: tl.constexpr, VALUE_PAD: tl.constexpr,
     TAIL: tl.constexpr, TAIL_PAD: tl.constexpr, SHARED: tl.constexpr,
-    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, SAME_STRIDES: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_LAST_SEEN: tl.constexpr,
+    SAME_STRIDES: tl.constexpr,
     SCALES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """NUM_KV_HEADS: 0 where num_kv_heads says it, for one variant of any number of heads.
@@ -65,9 +69,13 @@ def _prefill_kernel(
     first_position = seq_len - query_len + first_token
     last_position = tl.minimum(first_position + BLOCK_Q, seq_len) - 1
     position = first_position + row // GROUP
+    token_index = (query_start + token).to(tl.int64)
+    newest = position  # of the keys that a row sees
+    if HAS_LAST_SEEN:
+        newest = tl.load(last_seen_ptr + token_index, mask=row_exists, other=0)
+        last_position = tl.max(newest, 0)
     key_column = tl.arange(0, KEY_PAD)
     value_column = tl.arange(0, VALUE_PAD)
-    token_index = (query_start + token).to(tl.int64)
     query = tl.load(
         query_ptr + (token_index * stride_query_token + head * stride_query_head)[:, None] + key_column[None, :],
         mask=row_exists[:, None] & (key_column < KEY_SIZE)[None, :],
@@ -142,7 +150,7 @@ def _prefill_kernel(
         if WINDOW != 0:
             edge = edge | (tile_start < first_seen(last_position, WINDOW))
         if edge:
-            visible = key_position[None, :] <= position[:, None]
+            visible = key_position[None, :] <= newest[:, None]
             if WINDOW != 0:
                 visible = visible & (key_position[None, :] >= first_seen(position, WINDOW)[:, None])
             scores = tl.where(visible, scores, float("-inf"))
@@ -228,6 +236,7 @@ def prefill_attention_triton(
     num_tokens, num_heads, key_size = query.shape
     _, page, num_kv_heads, value_size = values.shape
     num_requests = batch.rows.shape[0]
+    last_seen = batch.last_seen
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_size)
     if num_requests == 0 or batch.max_query_len == 0:
@@ -250,7 +259,8 @@ def prefill_attention_triton(
     _prefill_kernel[(num_places * num_kv_heads,)](
         out, query, keys, values, query if key_scales is None else key_scales,
         query if value_scales is None else value_scales, table, batch.rows, batch.seq_lens, batch.query_start,
-        query if sinks is None else sinks, float(scoring.scale), num_requests, num_kv_heads,
+        query if sinks is None else sinks, batch.rows if last_seen is None else last_seen, float(scoring.scale),
+        num_requests, num_kv_heads,
         table.stride(0),
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3],
         *((0, 0, 0) if key_scales is None else key_scales.stride()),
@@ -261,6 +271,7 @@ def prefill_attention_triton(
         VALUE_SIZE=value_size, VALUE_PAD=max(triton.next_power_of_2(value_size), 16),
         TAIL=tail, TAIL_PAD=max(triton.next_power_of_2(tail), 16), SHARED=shared,
         WINDOW=scoring.reach, SOFT_CAP=float(scoring.soft_cap), HAS_SINKS=sinks is not None,
+        HAS_LAST_SEEN=last_seen is not None,
         SAME_STRIDES=keys.stride() == values.stride(),
         SCALES=scale_kind(key_scales), BLOCK_M=block_m, BLOCK_N=block_n or tile.block_n,
         num_warps=num_warps or tile.warps, num_stages=num_stages or tile.stages,

@@ -12,6 +12,28 @@ from ..norm.norm import normalize, rms_scale
 from .kv_fp8 import encode_triton, token_scale
 
 
+def apply_rope(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    """As apply_rope_torch, on a GPU in one launch."""
+    if query.is_cuda:
+        apply_rope_triton(query, key, positions, cos_sin)
+    else:
+        apply_rope_torch(query, key, positions, cos_sin)
+
+
+def apply_rope_triton(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
+    if not len(query):
+        return
+    half = cos_sin.shape[1] // 2
+    both = _one_view(query, key)
+    for heads in (query, key) if both is None else (both,):
+        num_tokens, num_heads, dim = heads.shape
+        rope_kernel[num_tokens, triton.cdiv(num_heads, HEADS)](
+            heads, heads.stride(0), heads.stride(1), num_heads, positions, cos_sin, DIM=dim, HALF=half,
+            BLOCK=triton.next_power_of_2(half), TAIL_BLOCK=triton.next_power_of_2(max(1, dim - 2 * half)), GROUP=HEADS,
+            num_warps=4,
+        )  # fmt: skip
+
+
 def apply_rope_torch(query: torch.Tensor, key: torch.Tensor, positions: torch.Tensor, cos_sin: torch.Tensor) -> None:
     """Rotates the heads of query and key in place, in fp32, rounded once.
 
@@ -75,6 +97,27 @@ def _one_view(query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
     if query.stride(1) != dim or query.untyped_storage().data_ptr() != key.untyped_storage().data_ptr():
         return None
     return query.as_strided((num_tokens, num_heads + key.shape[1], dim), query.stride(), query.storage_offset())
+
+
+HEADS = 16  # of a token, that one program turns
+
+
+@triton.jit
+def rope_kernel(
+    heads_ptr, token_stride, head_stride, num_heads, positions_ptr, cos_sin_ptr,
+    DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr, TAIL_BLOCK: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """GROUP heads of one token, in place."""
+    token = tl.program_id(0)
+    lane = tl.arange(0, BLOCK)[None, :] + tl.zeros([GROUP, 1], tl.int32)
+    angles = cos_sin_ptr + tl.load(positions_ptr + token).to(tl.int64) * (2 * HALF) + lane
+    cos = tl.load(angles, mask=lane < HALF, other=0.0)
+    sin = tl.load(angles + HALF, mask=lane < HALF, other=0.0)
+    heads = heads_ptr + token.to(tl.int64) * token_stride
+    rotate_heads(
+        heads, head_stride, heads, head_stride, tl.program_id(1) * GROUP, num_heads, cos, sin, heads, 0.0, heads, 0,
+        DIM, HALF, BLOCK, TAIL_BLOCK, GROUP, False, 0,
+    )  # fmt: skip
 
 
 @triton.jit

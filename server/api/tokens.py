@@ -141,9 +141,29 @@ async def chat_tokens(
     check_places(token_ids, len(sources), pictures.processor)
     salt = cache_salt_of(request.scope, getattr(body, "cache_salt", None))
     limit = server.client.info.max_model_len if fits else None
-    items = await pictures.items([sources[i] for i in order], salt, limit)
-    token_ids, media = expanded(token_ids, items, pictures.processor)
-    return ChatPrompt(unmarked(text), token_ids, media)
+    if (held := getattr(request.state, "held_pictures", None)) is None:
+        held = request.state.held_pictures = pictures.hold()
+        if (ticket := getattr(request.state, "ticket", None)) is not None:
+            ticket.on_release = partial(_one_after_another, ticket.on_release, held.release)
+    try:
+        items = await pictures.items([sources[i] for i in order], salt, limit, held)
+        token_ids, media = expanded(token_ids, items, pictures.processor)
+        return ChatPrompt(unmarked(text), token_ids, media)
+    finally:
+        if getattr(request.state, "ticket", None) is None:  # nothing is generated
+            held.release()
+
+
+def drop_pictures(request: Request) -> None:
+    """Those of the prompts so far are not used."""
+    if (held := getattr(request.state, "held_pictures", None)) is not None:
+        held.release()
+
+
+def _one_after_another(*actions: Callable[[], None] | None) -> None:
+    for action in actions:
+        if action is not None:
+            action()
 
 
 async def watched(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -15,7 +15,7 @@ from ..state import ServerState
 from ..text.encoding import USUAL
 from ..wire.requests import ChatRequest
 from .read import on_bodies
-from .tokens import ChatPrompt, chat_tokens
+from .tokens import ChatPrompt, chat_tokens, drop_pictures
 
 OF_MESSAGE = 24  # characters that a template adds, in the time and the tokens that they cost
 TRIES = 8  # renderings; most conversations need one, others two or three
@@ -41,6 +41,7 @@ async def fitted(request: Request, chat: ChatRequest, history: History) -> ChatP
             drop = (fewest + most) // 2 if best is not None or turn < TRIES - 1 else most
         some = partial(history.messages, chat, first, starts[drop])
         is_last, prompt = drop == len(starts) - 1, None
+        drop_pictures(request)
         try:
             prompt = await chat_tokens(request, chat, some, size=max(sizes[drop], request.state.body_size))
         except ApiError as error:

@@ -22,6 +22,7 @@ from ..options.media import MediaConfig
 from .cache import PictureCache
 from .fetch import Fetcher, FetchError
 from .processes import DecodeProcesses, DecoderError
+from .room import Held, Room
 from .source import Source
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Pictures:
         self._most = config.most_pictures()
         self._max_size = config.max_media_size
         self._fetcher = Fetcher(config)
+        self._room = Room()
         num_processes = config.media_processes or max(1, min(MOST_PROCESSES, num_cores() - 2))
         self.lanes = PictureLanes(1 + num_processes, rejected, waited_for, "decode")
         self._can_decode = find_spec("PIL") is not None
@@ -81,7 +83,13 @@ class Pictures:
                 "too_many_pictures",
             )
 
-    async def items(self, sources: Sequence[Source], salt: str | None, max_tokens: int | None) -> list[MediaItem]:
+    def hold(self) -> Held:
+        """Room for the pictures of a request of this tenant, to be released when it is over."""
+        return Held(self._room, TENANT.get())
+
+    async def items(
+        self, sources: Sequence[Source], salt: str | None, max_tokens: int | None, held: Held
+    ) -> list[MediaItem]:
         """Each picture as the engine gets it, at the start of a prompt. `salt`: who may find what is cached;
         `max_tokens`: of all of them together; None: they are counted, and have no pixels, which would be gigabytes of a
         prompt that nobody computes. Raises ApiError (400, 429)."""
@@ -90,11 +98,12 @@ class Pictures:
 
         async def one(source: Source) -> MediaItem:
             nonlocal num_tokens
-            item = await self._item(source, salt or "")
-            num_tokens += item.length
+            item = await self._item(source, salt or "", held)
             if max_tokens is None:
-                return msgspec.structs.replace(item, pixels=b"")
-            if num_tokens > max_tokens:  # the others need not be decoded
+                item = msgspec.structs.replace(item, pixels=b"")
+            held.grow(len(item.pixels))
+            num_tokens += item.length
+            if max_tokens is not None and num_tokens > max_tokens:  # the others need not be decoded
                 raise context_length_exceeded(max_tokens, num_tokens, None, source.where)
             return item
 
@@ -105,7 +114,7 @@ class Pictures:
             for task in tasks:
                 task.cancel()
 
-    async def _item(self, source: Source, space: str) -> MediaItem:
+    async def _item(self, source: Source, space: str, held: Held) -> MediaItem:
         """`space`: nothing of another one is found."""
         name = None
         if source.uuid is not None:  # anybody may think of one: it is found by the same key or address alone
@@ -123,6 +132,7 @@ class Pictures:
                 given = await self._fetcher.fetch(source.url)
             except FetchError as error:
                 raise _bad(source, str(error)) from None
+            held.grow(len(given))  # what the request itself has brought is counted with its body
         work = partial(self._data_and_key, space, source, given)
         data, key = work() if len(given) <= INLINE else await self.lanes.run(min(SHORT, len(given) >> 10), work)
         if (item := self.cache.find(key)) is not None:

@@ -22,6 +22,7 @@ from ..generation.embedding import check_dimensions
 from ..generation.sampling import resolve, text_options
 from ..generation.tasks import GENERATE
 from ..grammar.tools import definitions
+from ..media.fetch import Fetcher
 from ..observe.preemptions import Preemptions
 from ..options.keywords import from_keywords, in_keywords
 from ..text.model import TextModel, load_text_model
@@ -30,6 +31,7 @@ from ..wire.requests import ChatRequest, CompletionRequest
 from .adapters import AdapterChoice, LoRARequest, one_each, with_adapters
 from .generate_all import generate_all
 from .outputs import CompletionOutput, RequestOutput
+from .pictures import Media, Pictures, as_parts
 from .pooled import PooledCalls
 from .progress_bar import Progress, loading_bar, progress_bar
 from .prompt_like import PromptLike, tokenised
@@ -92,6 +94,7 @@ class LLM(PooledCalls):
                 config, environment = launched(config)
             except ConfigError as error:
                 raise ConfigError(in_keywords(str(error))) from None
+        self._config = text
         self._engine = EngineThread(config, environment)
         self._finalizer = weakref.finalize(self, self._engine.close)  # when collected, or when the interpreter ends
         try:
@@ -134,7 +137,8 @@ class LLM(PooledCalls):
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order; all are submitted at once and the engine batches them.
 
-        `prompts`: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a sequence of these.
+        `prompts`: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a sequence of these; pictures stand
+        beside the latter, as "multi_modal_data": {"image": picture or list}, for each of which the prompt has a token.
         `sampling_params`: one for all, or one each; None = the model's defaults. `use_tqdm`: a progress bar, or what
         makes one. `prompt_token_ids`: an older name of `prompts`, where these are ids. `lora_request`: the adapter of
         all, or one each (with `enable_lora=True`). `priority`: one each, lower ones run sooner (with
@@ -143,8 +147,14 @@ class LLM(PooledCalls):
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts, as text or token ids" + ("" if prompts is None else ", once"))
-        given = tokenised(cast(PromptLike, prompts or prompt_token_ids or []), self.model.tokenizer)
-        return self._run(given, sampling_params, use_tqdm, lora_request, priority)
+        plain, pictures = self._pictures.beside(cast(PromptLike, prompts or prompt_token_ids or []))
+        given, media = tokenised(plain, self.model.tokenizer), []
+        for i, items in enumerate(pictures):
+            text, ids = given[i]
+            ids, placed = self._pictures.placed(ids, items, f"prompt {i}")
+            given[i] = text, ids
+            media.append(placed)
+        return self._run(given, sampling_params, use_tqdm, lora_request, priority, media)
 
     def chat(
         self,
@@ -169,7 +179,8 @@ class LLM(PooledCalls):
         if chat_template is not None:
             tokenizer = tokenizer.with_template(chat_template)
         options = dict(chat_template_kwargs or {})
-        pairs = []
+        pairs: list[tuple[str | None, list[int]]] = []
+        media = []
         try:
             tokenizer.check_template_kwargs(options)
             options = {**tokenizer.template_kwargs, **options}
@@ -177,13 +188,19 @@ class LLM(PooledCalls):
             options["tools"] = definitions(tools)
             options["add_generation_prompt"] = add_generation_prompt and not continue_final_message
             for conversation in conversations:
-                request = validate(ChatRequest, {"messages": [dict(message) for message in conversation]})
-                text = tokenizer.render(request.messages, options)
+                request = validate(ChatRequest, {"messages": [as_parts(message) for message in conversation]})
+                shown, sources = self._pictures.named(request.messages)
+                order: list[int] = []
+                text = tokenizer.render(shown, options, order)
                 # The template writes its own special tokens.
-                pairs.append((unmarked(text), tokenizer.encode_rendered(text, add_special_tokens=False)))
+                ids = tokenizer.encode_rendered(text, add_special_tokens=False)
+                items = self._pictures.items([sources[i] for i in order])
+                ids, placed = self._pictures.placed(ids, items, "the conversation")
+                pairs.append((unmarked(text), ids))
+                media.append(placed)
         except ApiError as error:
             raise ValueError(in_keywords(error.message)) from error
-        return self._run(pairs, sampling_params, use_tqdm, lora_request)
+        return self._run(pairs, sampling_params, use_tqdm, lora_request, media=media)
 
     def get_tokenizer(self) -> Any:
         """The tokenizer of transformers. Raises ValueError where there is none."""
@@ -222,7 +239,9 @@ class LLM(PooledCalls):
         use_tqdm: bool | Callable[..., Any],
         lora_request: AdapterChoice,
         priority: Sequence[int] | None = None,
+        media: Sequence[Media] = (),
     ) -> list[RequestOutput]:
+        """`media`: pictures of each prompt, where any has some."""
         self._check_task(GENERATE)
         adapters = one_each(lora_request, len(prompts))
         priorities = self._priorities(priority, len(prompts))
@@ -238,6 +257,10 @@ class LLM(PooledCalls):
                 )
         requests = self._requests(params)
         resolved = self._resolve([token_ids for _, token_ids in prompts], requests)
+        if any(media):
+            if any(one.truncate_prompt_tokens for one in params):
+                raise ValueError("'truncate_prompt_tokens' is not supported with pictures: leave it out")
+            resolved = [dataclasses.replace(prompt, media=seen) for prompt, seen in zip(resolved, media, strict=True)]
         outputs = [
             RequestOutput(
                 str(next(self._request_ids)),
@@ -323,6 +346,14 @@ class LLM(PooledCalls):
         except ApiError as error:
             raise ValueError(f"prompt {index}: {in_keywords(error.message)}") from None
         return prompt.with_grammar(keys[-1])
+
+    @cached_property
+    def _pictures(self) -> Pictures:
+        fetcher = Fetcher(self._config)
+        sees = self.info.settings.get("mm_encoder_cache_tokens") != 0
+        return Pictures(
+            self.model.processor if sees else None, self._config, lambda url: self._engine.begin(fetcher.fetch(url))()
+        )
 
     @cached_property
     def _adapters(self) -> Adapters:

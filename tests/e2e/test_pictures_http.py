@@ -153,3 +153,37 @@ def test_a_crash_is_one_pictures_matter(url: str) -> None:
     answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
     assert answer.status_code == 400 and "its 5 bytes are no PNG" in answer.text
     assert ask(url, file_of(64, 64, "PNG"))["choices"]
+
+
+def test_offline(folder: Path, tmp_path: Path) -> None:
+    """The same answers from `LLM`, however a picture is given."""
+    from vserve import LLM, SamplingParams
+
+    file = file_of(96, 64, "PNG", 1)
+    (tmp_path / "a.png").write_bytes(file)
+    params = SamplingParams(max_tokens=TOKENS, temperature=0, ignore_eos=True)
+    options = {"device": "cpu", "cpu_threads": 1, "engine_in_process": True, "max_model_len": 128}
+    with LLM(str(folder), **options, allowed_local_media_path=str(tmp_path), limit_mm_per_prompt="image=2") as llm:
+        image = Image.open(io.BytesIO(file))
+        part = {"type": "image_url", "image_url": {"url": f"file://{tmp_path}/a.png"}}
+        text = {"type": "text", "text": "See"}
+        chats = [
+            [{"role": "user", "content": [text, one]}] for one in (part, {"type": "image_pil", "image_pil": image})
+        ]
+        answers = llm.chat(chats, params, use_tqdm=False)
+        prompt = [*llm.model.tokenizer.encode("See", False), START, PAD, END]
+        for picture in (image, np.asarray(image), file, tmp_path / "a.png", [image]):
+            answers += llm.generate(
+                {"prompt_token_ids": prompt, "multi_modal_data": {"image": picture}}, params, use_tqdm=False
+            )
+        assert len({tuple(answer.outputs[0].token_ids) for answer in answers}) == 1
+        ids, tokens = answers[0].prompt_token_ids, answers[0].outputs[0].token_ids
+        rows = expected(str(folder), [*ids, *tokens], placed(ids, seen(folder, file)))[len(ids) - 1 : -1]
+        for row, token in zip(rows, tokens, strict=True):
+            assert row[token] > row.max() - MARGIN
+        for given, words in (
+            ({"image": [image] * 3}, "has 3 pictures; at most 2"), ({"image": image, "video": 1}, "'video'"),
+            ({"image": 7}, "is no picture"), ({"image": b"none"}, "no PNG"), ({"image": [image] * 2}, "1 places for 2"),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=words):
+                llm.generate({"prompt_token_ids": prompt, "multi_modal_data": given}, params, use_tqdm=False)

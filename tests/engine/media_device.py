@@ -18,9 +18,10 @@ from vserve.engine.schedule.request import Request
 from vserve.engine.step.mask import TokenMask
 from vserve.engine.vision.positions import axis_positions, rope_delta
 
-from .test_scheduler_properties import GARBAGE, VOCAB, Device, Row, Simulation
+from .test_scheduler_properties import GARBAGE, VOCAB, Device, Row, Simulation, most_held
 
 PICTURE, MOVIE = VOCAB - 1, VOCAB - 2  # tokens that features stand for; both are in texts as well
+LONGEST = 7  # tokens of a picture, separators among them
 STEP, BESIDE = 16, 4  # patches that a step may encode, and beside decodes
 NAN = -2  # states computed of features that there are not: whoever reads one is told
 UNSEEN = "the tower has raised"
@@ -40,7 +41,7 @@ def places(ids: list[int], item: MediaItem) -> list[int]:
 class MediaRow(Row):
     def __init__(self, new: NewRow, salt: str | None, num_groups: int) -> None:
         self.number, self.delta = new.row, new.rope_delta
-        self.is_blind = False
+        self.is_blind = self.was_postponed = False
         super().__init__(new, salt, num_groups)
 
     def pictured(self, seen: list[int]) -> None:
@@ -76,7 +77,7 @@ class MediaDevice(Device):
     def apply_diffs(self, plan: StepPlan) -> None:
         super().apply_diffs(plan)
         for new in plan.new_rows:
-            ids, seen, media = self.media[new.request_id]
+            _, seen, media = self.media[new.request_id]
             row = self.rows[new.row]
             assert isinstance(row, MediaRow)
             row.pictured(seen)
@@ -104,7 +105,7 @@ class MediaDevice(Device):
         found: dict[tuple[int, int], int | None] = {}  # (row, position) → what the plan puts there
         for embed in plan.embeds:
             row, encode = self.rows[plan.rows[embed.index]], self.entries.get(embed.entry)
-            assert 0 <= embed.first_token and embed.first_token + embed.count <= plan.num_tokens[embed.index]
+            assert embed.first_token >= 0 and embed.first_token + embed.count <= plan.num_tokens[embed.index]
             assert encode is not None or embed.entry in self.broken, "features that nobody has made"
             assert encode is None or embed.first_feature + embed.count <= encode.num_features
             for place in range(embed.count):
@@ -112,11 +113,12 @@ class MediaDevice(Device):
                 assert at not in found, "two features in one place"
                 found[at] = None if encode is None else feature(encode.item.key, embed.first_feature + place)
         axes = {plan.rows[row.index]: row.positions for row in plan.axes}
+        sees = {plan.rows[row.index]: row.positions for row in plan.seen}
         assert len(axes) == len(plan.axes)
         for number, num_new in zip(plan.rows, plan.num_tokens, strict=True):
             row = self.rows[number]
             assert isinstance(row, MediaRow)
-            ids, seen, media = self.media[row.request_id]
+            _, seen, media = self.media[row.request_id]
             start, end = row.computed, row.computed + num_new
             for position in range(start, min(end, len(seen))):
                 put = found.pop((number, position), -1)
@@ -134,7 +136,22 @@ class MediaDevice(Device):
             if self.config.media_axes and start < behind:
                 wanted = axis_positions(media, self.config.media_merge, start, end).tobytes()
             assert axes.pop(number, None) == wanted
-        assert not found and not axes, "something of a picture where there is none"
+            last = None
+            if self.config.media_whole and start < behind:
+                inside = [item for item in media if item.start < start < item.start + item.length]
+                assert not inside or (num_new == 1 and row.was_postponed), "begins within a picture"
+                assert not any(item.start < end < item.start + item.length for item in media), "ends within a picture"
+                last = np.array([self.last_seen(row, position) for position in range(start, end)], np.int32).tobytes()
+            assert sees.pop(number, None) == last
+        assert not found and not axes and not sees, "something of a picture where there is none"
+
+    def last_seen(self, row: Row, position: int) -> int:
+        ids, _, media = self.media[row.request_id]
+        for item in media:
+            if position in (inside := places(ids, item)):
+                while position + 1 in inside:
+                    position += 1
+        return position
 
     def write(self, row: Row, num_new: int, fails: bool) -> None:
         super().write(row, num_new, fails)
@@ -166,8 +183,10 @@ class MediaDevice(Device):
         errors = dict(result.errors)
         for place, index in enumerate(plan.sampled):
             row = self.batch[index]
+            assert isinstance(row, MediaRow)
             postponed = mask is not None and place in mask.postponed
-            if isinstance(row, MediaRow) and row.is_blind and not postponed:
+            row.was_postponed = postponed
+            if row.is_blind and not postponed:
                 assert result.token_ids[place] == GARBAGE
                 errors[place] = "NaN"
         embeddings = [None if e == b"garbage" else e for e in result.embeddings]
@@ -180,9 +199,15 @@ def with_media(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     """Prompts are longer, so that pictures are of several blocks and chunks."""
     context = config.max_model_len * rng.choice([1, 2])
     blocks = config.num_blocks * context // config.max_model_len
+    whole = rng.random() < 0.3
+    budget = max(config.max_num_batched_tokens, config.max_num_seqs - 1 + LONGEST if whole else 0)
+    if any(config.windows):
+        alone = sum(most_held(context, window, budget, config.block_size) for window in config.windows)
+        blocks = max(blocks, 1 + alone)
     return replace(
         config, max_model_len=context, num_blocks=blocks, encoder_cache_tokens=rng.choice([6, 8, 12, 24, 60]),
         media_tokens=(PICTURE, MOVIE), media_merge=rng.choice([1, 2]), media_axes=rng.random() < 0.5,
+        media_whole=whole, longest_media=LONGEST if whole else 0, max_num_batched_tokens=budget,
     )  # fmt: skip
 
 

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-import torch
 
+from vserve.engine.cache.batch import Batch
 from vserve.engine.describe.divide import check_stages
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ModelError
-from vserve.engine.link.media import MediaItem
+from vserve.engine.link.plan import StepPlan
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.step.seeing import NOT_ENCODED
-from vserve.engine.vision.processors import read_processor
+from vserve.engine.step.seeing import NOT_ENCODED, Seeing
 
 from ..models.test_model_parity import load
-from ..tiny_models import reference
+from ..picture_prompts import Prompt, log_probabilities, picture, prompt_of
 from .conftest import Engine
 
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
 FAMILIES = ["qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen2_5_vl"]
-START, END = 297, 296  # tokens around a picture
-Prompt = tuple[list[int], tuple[MediaItem, ...]]
 
 
 @pytest.fixture(params=FAMILIES)
@@ -44,61 +37,6 @@ def greedy(**options) -> SamplingParams:
     return SamplingParams(**({"max_tokens": 8, "temperature": 0.0, "ignore_eos": True} | options))
 
 
-@lru_cache
-def picture(folder: str, width: int, height: int, seed: int) -> MediaItem:
-    vision = read_folder(Path(folder)).vision
-    assert vision is not None
-    processor = read_processor(Path(folder), vision, {"min_pixels": 1})
-    rgb = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-    return processor.item(*processor.pixels(rgb), (height, width), 0)
-
-
-def prompt_of(engine: Engine, *parts: int | tuple[int, int] | MediaItem) -> Prompt:
-    """Parts: so many tokens of text; a picture of that width and height, or one that there is."""
-    rng, ids, media = random.Random(repr(parts)), [], []
-    for part in parts:
-        if isinstance(part, int):
-            ids += [rng.randrange(5, 290) for _ in range(part)]
-            continue
-        item = part if isinstance(part, MediaItem) else picture(engine.folder, *part, len(media))
-        media.append(msgspec.structs.replace(item, start=len(ids) + 1))
-        ids += [START, *[299] * item.length, END]
-    return ids, tuple(media)
-
-
-@lru_cache
-def oracle(folder: str) -> Any:
-    return reference(Path(folder), dtype=torch.float32).eval()
-
-
-def patches(folder: str, item: MediaItem) -> torch.Tensor:
-    """As Qwen2VLImageProcessor makes them: normalised, in the order of tokens, each frame twice."""
-    vision = read_folder(Path(folder)).vision
-    assert vision is not None
-    pixels = torch.frombuffer(bytearray(item.pixels), dtype=torch.uint8).view(*item.size, 3)
-    mean, std = (torch.tensor(values)[:, None, None] for values in (vision.mean, vision.std))
-    image = (pixels[0].permute(2, 0, 1).float() / 255 - mean) / std
-    (_, rows, columns), m, p = item.grid, vision.merge, vision.patch
-    parts = image.reshape(1, 3, rows // m, m, p, columns // m, m, p).permute(0, 2, 5, 3, 6, 1, 4, 7)
-    return parts.unsqueeze(6).expand(-1, -1, -1, -1, -1, -1, 2, -1, -1).reshape(rows * columns, 3 * 2 * p * p)
-
-
-def expected(folder: str, ids: Sequence[int], media: Sequence[MediaItem]) -> torch.Tensor:
-    """transformers' log-probabilities behind each token."""
-    more: dict[str, Any] = {}
-    if media:
-        types = torch.zeros(1, len(ids), dtype=torch.int32)
-        for item in media:
-            types[0, item.start : item.start + item.length] = 1
-        more = {
-            "pixel_values": torch.cat([patches(folder, item) for item in media]),
-            "image_grid_thw": torch.tensor([item.grid for item in media]),
-            "mm_token_type_ids": types,
-        }
-    with torch.inference_mode():
-        return oracle(folder)(torch.tensor([list(ids)]), **more).logits[0].log_softmax(-1)
-
-
 def request(prompt: Prompt, **options) -> tuple[list[int], SamplingParams, dict[str, Any]]:
     salt = options.pop("salt", None)
     return prompt[0], greedy(**options), {"media": prompt[1], "cache_salt": salt}
@@ -108,7 +46,7 @@ def check(engine: Engine, prompt: Prompt, answer: Any) -> None:
     assert answer.error is None, answer.error
     ids, media = prompt
     whole = [*ids, *answer.tokens]
-    wanted = expected(engine.folder, whole, media)
+    wanted = log_probabilities(engine.folder, whole, media)
     for row, token in zip(wanted[len(ids) - 1 : -1], answer.tokens, strict=True):
         assert row[token] > row.max() - MARGIN
     found = [*(answer.prompt_logprobs or []), *answer.logprobs]
@@ -120,7 +58,7 @@ def check(engine: Engine, prompt: Prompt, answer: Any) -> None:
 def parts(engine: Engine) -> list[Prompt]:
     """No picture, one, two beside each other, one at the beginning and one at the end."""
     shapes = [(9,), (3, (64, 96), 4), (2, (96, 64), (128, 32), 5), ((64, 64), 70, (32, 160)), (5, (160, 96), 3)]
-    return [prompt_of(engine, *shape) for shape in shapes]
+    return [prompt_of(engine.folder, *shape) for shape in shapes]
 
 
 def test_prompts_with_pictures_are_transformers(engine_of_family) -> None:
@@ -142,7 +80,7 @@ def test_hits_before_at_and_inside_a_picture(engine_of_family) -> None:
     engine = engine_of_family
     size = 64 if "qwen3_5" in engine.folder else 8  # where prefixes are found
     one, other = (picture(engine.folder, 256, 192, seed) for seed in (1, 2))
-    first, second = (prompt_of(engine, size - 1, item, 20, one, 40) for item in (one, other))
+    first, second = (prompt_of(engine.folder, size - 1, item, 20, one, 40) for item in (one, other))
     second = [*first[0]], second[1]
     last = first[0][: size + 1 + one.length], first[1][:1]  # its last token is the picture's
     prompts = [first, first, second, first, second, last]
@@ -158,6 +96,29 @@ def test_hits_before_at_and_inside_a_picture(engine_of_family) -> None:
         check(engine, prompt, answer)
     assert found[0].logprobs[0] != found[2].logprobs[0], "the model does not look at its pictures: nothing is tested"
     assert stats.encoder_hits > 0 and stats.num_encoder_tokens_used > 0
+
+
+def test_inputs_of_graphs(engine_of_family, monkeypatch) -> None:
+    """What graphs read of pictures, in every step: in those without pictures nothing of earlier ones."""
+    filled = []
+
+    def place(seeing: Seeing, plan: StepPlan, batch: Batch) -> None:
+        if seeing._inputs is None:
+            seeing.make_inputs(200)
+        seeing.fill(plan)
+        seeing.bind(batch)
+        filled.append(bool(plan.embeds))
+
+    begin = Seeing.begin
+    monkeypatch.setattr(Seeing, "begin", lambda seeing, plan: begin(seeing, plan) or len(plan.rows) > plan.num_decodes)
+    monkeypatch.setattr(Seeing, "place", place)
+    engine = engine_of_family
+    prompts = [prompt_of(engine.folder, *shape) for shape in [(3, (64, 96), 4), (60,), ((64, 64), 70, (32, 160)), (9,)]]
+    waves = [[request(prompt, logprobs=0)] for prompt in prompts]
+    answers, _ = engine.run(*waves, max_model_len=128, block_size=8, max_num_batched_tokens=66, max_num_seqs=3)
+    for prompt, (answer,) in zip(prompts, answers, strict=True):
+        check(engine, prompt, answer)
+    assert False in filled[filled.index(True) :]
 
 
 def test_overlapped_steps_and_preemption(tiny_model, overlap) -> None:
@@ -176,7 +137,7 @@ def test_overlapped_steps_and_preemption(tiny_model, overlap) -> None:
 def test_a_picture_that_cannot_be_encoded_is_nobody_elses(tiny_model, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has it gets an error, others of the same step their answers, and it may come again."""
     engine = engine_of(tiny_model, "qwen3_vl")
-    good, bad = prompt_of(engine, 3, (64, 96), 4), prompt_of(engine, 30, (96, 64), 4)
+    good, bad = prompt_of(engine.folder, 3, (64, 96), 4), prompt_of(engine.folder, 30, (96, 64), 4)
     left = [2]  # times: in company, then alone
 
     def failing(self: Any, items: Any) -> Any:
@@ -208,7 +169,7 @@ WRONG = {
 
 def test_wrong_items_are_errors_of_their_requests(tiny_model) -> None:
     engine = engine_of(tiny_model, "qwen3_vl")
-    ids, (item,) = prompt_of(engine, 3, (64, 96), 4)
+    ids, (item,) = prompt_of(engine.folder, 3, (64, 96), 4)
     wave = [request((ids, (msgspec.structs.replace(item, **wrong),))) for wrong in WRONG.values()]
     wave += [request((ids, (item, item)))]
     (answers,), _ = engine.run(wave, max_model_len=128)

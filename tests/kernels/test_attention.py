@@ -170,7 +170,8 @@ def reference_attention(batch: Batch) -> Tensor:
             if position < 0:
                 out[token] = 0
                 continue
-            key, value = torch.stack(keys[first : position + 1]), torch.stack(values[first : position + 1])
+            newest = position if requests.last_seen is None else int(requests.last_seen[token])
+            key, value = torch.stack(keys[first : newest + 1]), torch.stack(values[first : newest + 1])
             for head in range(heads):
                 kv_head = head * kv_heads // heads
                 scores = key[:, kv_head] @ query[token, head] * scoring.scale
@@ -391,6 +392,45 @@ def test_prefill(case: str, implementation: str, rng: torch.Generator, device: s
         assert_close(out[owned], reference_attention(batch)[owned], dtype)
         out[owned] = float("nan")
         assert torch.isnan(out).all(), "wrote rows that belong to no request"
+
+
+# Prompts with pictures, by (request, first token, tokens), each of which sees all of its picture.
+PICTURE_CASES: dict[str, tuple[list[tuple[int, int, int]], dict[str, Any]]] = {
+    "one": ([(0, 5, 20)], {"lengths": [37], "query_lens": [37]}),
+    "over_tiles": ([(0, 3, 30), (1, 0, 18)], {"lengths": [90, 90], "query_lens": [40, 18], "block_m": 16}),
+    "window": ([(0, 2, 35)], {"lengths": [100], "query_lens": [60], "window": 16, "block_m": 16, "block_n": 16}),
+    "mixed_batch": (
+        [(1, 8, 20), (1, 28, 12), (2, 0, 1)],
+        {"lengths": [30, 64, 9], "query_lens": [30, 40, 1], "before": 3, "behind": 5, "size": 32, "kv_heads": 1},
+    ),
+    "large_heads": ([(0, 1, 8)], {"lengths": [40], "query_lens": [9], "heads": 8, "kv_heads": 1, "size": 256}),
+}
+
+
+@pytest.mark.parametrize("implementation", PREFILL)
+@pytest.mark.parametrize("case", PICTURE_CASES)
+def test_prefill_of_pictures(case: str, implementation: str, rng: torch.Generator, device: str) -> None:
+    device = "cpu" if implementation == "torch" else device
+    pictures, options = PICTURE_CASES[case][0], dict(PICTURE_CASES[case][1])
+    tile = {name: options.pop(name) for name in ("block_m", "block_n") if name in options}
+    batch = make_batch(rng, device, torch.float32, **options)
+    starts, lengths = batch.requests.query_start.tolist(), batch.requests.seq_lens.tolist()
+    seen = torch.full((len(batch.query),), -1, dtype=torch.int32)  # of tokens of no request: nothing is read for them
+    for start, end, length in zip(starts[:-1], starts[1:], lengths, strict=True):
+        seen[start:end] = torch.arange(length - (end - start), length)
+    for request, first, count in pictures:
+        picture = seen[starts[request] + first : starts[request] + first + count]
+        picture.fill_(int(picture[-1]))
+    batch.requests = replace(batch.requests, last_seen=seen.to(device))
+    out = batch.poisoned_out
+    PREFILL[implementation](*batch.prefill, out=out, **(tile if implementation == "triton" else {}))
+    expected = reference_attention(batch)
+    owned = slice(starts[0], starts[-1])
+    assert_close(out[owned], expected[owned], torch.float32)
+    out[owned] = float("nan")
+    assert torch.isnan(out).all(), "wrote rows that belong to no request"
+    causal = reference_attention(replace(batch, requests=replace(batch.requests, last_seen=None)))
+    assert not torch.allclose(causal[owned], expected[owned]), "no picture is seen ahead"
 
 
 def test_prefill_of_the_tail_of_a_mixed_batch(rng: torch.Generator, device: str) -> None:

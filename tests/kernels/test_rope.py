@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from vserve.kernels.attention import rope_kv
-from vserve.kernels.attention.rope import apply_rope_torch, qk_norm_rope_torch
+from vserve.kernels.attention.rope import apply_rope_torch, apply_rope_triton, qk_norm_rope_torch
 
 DTYPES = [torch.float32, torch.float16] + ([torch.bfloat16] if torch.cuda.is_available() else [])
-PATHS = ["torch", "triton"]
+PATHS = ["torch", "triton", "alone"]
 # (query heads, key heads, head size, rotated dimensions)
 SHAPES = [(4, 2, 16, 16), (9, 3, 24, 24), (5, 1, 20, 8), (8, 8, 8, 8), (12, 2, 12, 6), (2, 2, 64, 32)]
 
@@ -47,7 +47,13 @@ def close(result: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def rotate(path: str, query: torch.Tensor, key: torch.Tensor, *rest: object) -> None:
-    """In place; `rest` is positions, cos_sin, and the norm's weights and eps. The kernel's keys go through a cache."""
+    """In place; `rest` is positions, cos_sin, and the norm's weights and eps. Keys of "triton" go through a cache;
+    "alone" is the kernel that only rotates."""
+    if path == "alone":
+        if len(rest) > 2:
+            pytest.skip("it has no norm")
+        apply_rope_triton(query, key, *rest)  # type: ignore[arg-type]
+        return
     if path == "torch":
         (apply_rope_torch if len(rest) == 2 else qk_norm_rope_torch)(query, key, *rest)  # type: ignore[arg-type]
         return

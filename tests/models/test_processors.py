@@ -155,7 +155,7 @@ def test_tokens_outside_the_vocabulary(tiny_model: Callable[..., Path]) -> None:
     """Are an error where pictures are wanted, and none of the text alone."""
     folder = tiny_model("qwen3_vl", **SIZES)
     changes = '{"image_token_id": 300}'
-    with pytest.raises(ModelError, match="the token that stands for pictures is 300, the vocabulary has 300"):
+    with pytest.raises(ModelError, match="a token that stands for pictures is 300, the vocabulary has 300"):
         read_model_config(folder, EngineConfig(str(folder), hf_overrides=changes))
     alone = EngineConfig(str(folder), hf_overrides=changes, language_model_only=True)
     assert read_model_config(folder, alone).vision is None

@@ -344,3 +344,17 @@ def test_batches_have_pictures(seeing: Seeing) -> None:
     answer = seeing.client.post("/v1/chat/completions/batch", {"messages": chats})
     assert answer.status_code == 200, answer.text
     assert [len(asked.media) for asked in seeing.engine.submitted[-2:]] == [1, 2] and seeing.colours == [BLUE, RED]
+
+
+def test_the_room_for_pixels_is_shared(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody has all of it, and what a request held is free when it is over, however that ends."""
+    room = seeing.state.pictures._room
+    size = 64 * 32 * 3
+    monkeypatch.setattr("vserve.server.media.room.SHARE", 2 * size)
+    assert seeing.ask(user(part(), part())).status_code == 200 and room.num_bytes == 0
+    error = refused(seeing.ask(user(part(), part(), part())), "The room for pictures is used up", status=429)
+    assert error["code"] == "too_many_pictures_held" and room.num_bytes == 0
+    refused(seeing.ask(user(part(), part(b"none"))), "cannot be read")
+    assert room.num_bytes == 0
+    assert seeing.client.post("/tokenize", {"messages": [user(part(), part())]}).status_code == 200
+    assert room.num_bytes == 0 and not room._by_tenant
