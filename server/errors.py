@@ -195,8 +195,8 @@ def internal_error(request_id: str) -> ApiError:
 def shorten(value: Any, limit: int = 60) -> str:
     """A value as it may appear in a one-line message."""
     text = value if isinstance(value, str) else repr(value)
-    text = " ".join(text.split())
-    return text if len(text) <= limit else text[: limit - 1] + "…"
+    head = " ".join(text[: 16 * limit].split())  # of a text that may be megabytes of words
+    return head if len(head) <= limit and len(text) <= 16 * limit else head[: limit - 1] + "…"
 
 
 def add_error_handlers(app: FastAPI) -> None:

@@ -121,6 +121,10 @@ class ChatCompletionBatch(ChatCompletion):
     def num_prompts(self) -> int:
         return len(self.body.messages)
 
+    @property
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        return self.body.messages
+
     def load(self, num_tokens: int) -> Load:
         return super().load(num_tokens)._replace(param="messages")
 

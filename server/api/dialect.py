@@ -175,6 +175,7 @@ class Generating(Dialect):
             if body.truncate_prompt_tokens is not None:
                 raise unsupported("truncate_prompt_tokens", "'truncate_prompt_tokens' with pictures")
             prompts = [replace(prompt, media=media) for prompt, media in zip(prompts, self.media, strict=True)]
+            self.media = []
         if body.echo:
             num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
             prompts = await server.tokenise(4 * num_tokens, partial(self._echoed, prompts))
@@ -226,11 +227,16 @@ class Chatting(Generating):
         """Raises ApiError (400) for what the model cannot do."""
         super().__init__(request, chat)
         state = request.state
-        if state.body_size > MUCH_TEXT and (in_pictures := num_bytes(chat.messages)):
+        if state.body_size > MUCH_TEXT and (in_pictures := sum(map(num_bytes, self.conversations))):
             # They are no text: they bring no tokens by the byte, and cost nothing to render.
             state.body_size = max(0, state.body_size - in_pictures)
             state.body_work = max(0, state.body_work - (in_pictures >> 2))
         self.speech = Speech.of(chat, self.server.model)
+
+    @property
+    def conversations(self) -> list[list[dict[str, Any]]]:
+        """Messages of the body, by prompt."""
+        return [self.body.messages]
 
     async def tokens(self) -> list[list[int]]:
         chat, fits = self.body, self.body.truncate_prompt_tokens is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 import msgspec
@@ -65,7 +66,7 @@ class Generation:
 
         `on_close` is called when nothing of this is open any more. `adapter`: what clients call that of the prompts.
         """
-        self.prompts = prompts
+        self.prompts = list(prompts)
         self.n = n
         self.arrival = arrival
         self.choices: list[Choice] = []
@@ -113,6 +114,8 @@ class Generation:
                     self.n, prompt.token_ids, prompt.sampling, priority=self._priority, cache_salt=self._cache_salt,
                     tenant=self._tenant, route=self._route, media=prompt.media,
                 )  # fmt: skip
+                if prompt.media:  # whose pixels the engine keeps for as long as the answer takes, and nobody here
+                    prompt = self.prompts[self._num_sent - 1] = replace(prompt, media=())
                 for mailbox in mailboxes:
                     self.choices.append(self._text.choice(len(self.choices), prompt, mailbox, self._tokenizer))
                     await pace.rest()

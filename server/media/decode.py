@@ -34,7 +34,7 @@ def unpacked(encoded: bytes) -> bytes:
     """The bytes of base64, whose padding may be missing. Raises ValueError."""
     encoded = encoded.translate(None, b" \t\r\n=")
     try:
-        return base64.b64decode(encoded + b"=" * (-len(encoded) % 4))
+        return base64.b64decode(encoded + b"=" * (-len(encoded) % 4), validate=True)
     except binascii.Error:
         raise ValueError("it is no base64 after 'base64,'") from None
 
@@ -52,9 +52,12 @@ def colours(data: bytes, detail: str = "auto") -> NDArray[np.uint8]:
                 raise ValueError(
                     f"it has {width} x {height} pixels, and at most {MOST_PIXELS} are read: make it smaller"
                 )
+            picture: Image.Image = image
             if detail == "low":
-                image.thumbnail((LOW, LOW))
-            return as_colours(image)
+                if picture.mode in ("1", "P"):  # of which pixels could only be left out
+                    picture = picture.convert("RGBA")
+                picture.thumbnail((LOW, LOW))
+            return as_colours(picture)
     except UnidentifiedImageError:
         raise ValueError(f"its {len(data)} bytes are no {', '.join(FORMATS[:-1])} or {FORMATS[-1]} picture") from None
     except (OSError, SyntaxError, EOFError, Image.DecompressionBombError) as error:
@@ -64,10 +67,10 @@ def colours(data: bytes, detail: str = "auto") -> NDArray[np.uint8]:
 def as_colours(image: Any) -> NDArray[np.uint8]:
     """[height, width, 3] of a picture of Pillow's."""
     ImageOps.exif_transpose(image, in_place=True)
+    if image.mode.startswith("I"):  # 16 bits of grey, of which every conversion but this one keeps the lower ones
+        return np.repeat((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
     if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
         image = image.convert("RGBA")
         ground = Image.new("RGBA", image.size, "white")
         image = Image.alpha_composite(ground, image)
-    if image.mode.startswith("I"):  # 16 bits of grey
-        return np.repeat((np.asarray(image) >> 8).clip(0, 255).astype(np.uint8)[:, :, None], 3, axis=2)
     return np.array(image.convert("RGB"))

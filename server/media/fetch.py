@@ -11,10 +11,12 @@ import contextlib
 import ipaddress
 import os
 import socket
+import ssl
 import stat
 from collections import defaultdict
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -27,6 +29,9 @@ MAX_REDIRECTS = 3
 AT_ONCE = 8  # fetches of one tenant; the others of a request wait for them
 RESOLVERS = 64  # threads that ask for addresses, which may take long
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_UNICAST = ipaddress.ip_network("2000::/3")  # where all that is routed lies; site-local addresses, too, are beyond it
+# That Python calls public, or did: protocols' own with Oracle's metadata, and Azure's host of each machine.
+_OF_CLOUDS = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "168.63.129.16/32")))
 _HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "vserve"}
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -38,11 +43,12 @@ class FetchError(Exception):
 
 class Fetcher:
     def __init__(self, config: MediaConfig) -> None:
-        self._domains = config.allowed_media_domains
+        self._domains = [domain.lower().strip("[]") for domain in config.allowed_media_domains]
         self._folder = config.allowed_local_media_path
         self._timeout = config.media_fetch_timeout
         self._max_size = config.max_media_size
         self._resolvers = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")
+        self._tls: ssl.SSLContext | None = None  # whose authorities take tens of milliseconds to read
         # By tenant; one that fetches nothing has no entry.
         self._turns: defaultdict[int, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
         self._num_waiting: defaultdict[int, int] = defaultdict(int)
@@ -90,10 +96,13 @@ class Fetcher:
         """What is there, or where it is instead."""
         host = url.raw_host.decode("ascii")
         if url.scheme not in ("http", "https") or not host:
-            raise FetchError("is behind a redirect to what is neither http:// nor https://")
+            raise FetchError("is at a URL, or behind a redirect to one, of neither http:// nor https:// and a host")
         if url.userinfo:
             raise FetchError("is named by a URL with a name or password, which are not sent: leave them out")
         address = await self._address(host, url.port or (443 if url.scheme == "https" else 80))
+        if self._tls is None:
+            loop = asyncio.get_running_loop()
+            self._tls = await loop.run_in_executor(self._resolvers, partial(httpx.create_ssl_context, trust_env=False))
         # The name is still what the host is asked for, and what its certificate must say.
         request = httpx.Request(
             "GET",
@@ -102,7 +111,7 @@ class Fetcher:
             extensions={"sni_hostname": host, "timeout": httpx.Timeout(self._timeout).as_dict()},
         )
         # No proxy of the environment: it would resolve names itself.
-        async with httpx.AsyncClient(trust_env=False, follow_redirects=False) as client:
+        async with httpx.AsyncClient(verify=self._tls, trust_env=False, follow_redirects=False) as client:
             response = await client.send(request, stream=True)
             try:
                 if response.is_redirect and (location := response.headers.get("location")):
@@ -142,7 +151,7 @@ class Fetcher:
                 raise FetchError("is on a host whose name is not known") from None
         addresses = [ipaddress.ip_address(one) for one in found]
         # Whoever runs the server has named this very host: it may be one of their own.
-        is_named = host.lower() in (domain.lower() for domain in self._domains)
+        is_named = host.lower() in self._domains
         if not addresses or not (is_named or all(map(is_public, addresses))):
             raise FetchError(
                 "is on a host without a public address: send it as a data URL, or have the host named in "
@@ -155,8 +164,11 @@ class Fetcher:
     def _read_file(self, url: str) -> bytes:
         if not self._folder:
             raise FetchError("is a file of the server, of which none may be named (--allowed-local-media-path)")
-        parts = urlsplit(url)
-        if parts.netloc not in ("", "localhost"):
+        try:
+            parts = urlsplit(url)
+        except ValueError:  # what is between // and / is half a network address
+            parts = None
+        if parts is None or parts.netloc not in ("", "localhost"):
             raise FetchError("is a file of another host: write file:///path")
         # Whether a file is there outside of the folder is nothing to be told: one answer for both.
         refusal = FetchError("is no file in the folder of --allowed-local-media-path")
@@ -192,11 +204,13 @@ def is_public(address: Address) -> bool:
             inner = ipaddress.IPv4Address(address.packed[-4:])
         if inner is not None and not is_public(inner):
             return False
-        if address.ipv4_mapped is not None:
+        if address.ipv4_mapped is not None or address in _NAT64:
             return True
-    return address.is_global and not address.is_multicast
+        if address not in _UNICAST:
+            return False
+    return address.is_global and not address.is_multicast and not any(address in network for network in _OF_CLOUDS)
 
 
 def _is_of(host: str, domain: str) -> bool:
-    host, domain = host.lower().rstrip("."), domain.lower()
+    host = host.lower().rstrip(".")
     return host.endswith(domain[1:]) if domain.startswith("*.") else host == domain

@@ -10,6 +10,8 @@ from hashlib import blake2b
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from ...engine.link.media import MediaItem
 from ...engine.options.cgroup import num_cores
 from ...engine.vision.processors import encode
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 MOST_PROCESSES = 8
 BYTES = 16  # of a file, that take about as long as a character that is tokenised
-INLINE = 64 << 10  # characters of base64 whose key is made in the event loop
+INLINE = 64 << 10  # characters or bytes whose key is made in the event loop
 
 
 class PictureLanes(Lanes):
@@ -89,13 +91,16 @@ class Pictures:
         self, sources: Sequence[Source], salt: str | None, max_tokens: int | None, held: Held
     ) -> list[MediaItem]:
         """Each picture as the engine gets it, at the start of a prompt. `salt`: who may find what is cached;
-        `max_tokens`: of all of them together. Raises ApiError (400, 429)."""
+        `max_tokens`: of all of them together; None: they are counted, and have no pixels, which would be gigabytes of a
+        prompt that nobody computes. Raises ApiError (400, 429)."""
         self.check_number(sources)
         num_tokens = 0
 
         async def one(source: Source) -> MediaItem:
             nonlocal num_tokens
             item = await self._item(source, salt or "", held)
+            if max_tokens is None:
+                item = msgspec.structs.replace(item, pixels=b"")
             held.grow(len(item.pixels))
             num_tokens += item.length
             if max_tokens is not None and num_tokens > max_tokens:  # the others need not be decoded
@@ -114,31 +119,33 @@ class Pictures:
         name = None
         if source.uuid is not None:  # anybody may think of one: it is found by the same key or address alone
             name = self._key(f"{TENANT.get()} {space}", "uuid", source.uuid.encode("utf-8", "replace"))
-        if not source.url and not source.encoded and name is not None:
+        if not source.url and name is not None:
             if (item := self.cache.named(name)) is None:
                 raise _bad(source, "is not here any more, or never was under its 'uuid': send it with its data")
             return item
-        if source.url:
+        given: str | bytes = source.url
+        if source.start:
+            if len(source.url) - source.start > 4 * (self._max_size // 3 + 1):
+                raise _bad(source, f"has more than {self._max_size} bytes (--max-media-size)")
+        else:
             try:
-                data = await self._fetcher.fetch(source.url)
+                given = await self._fetcher.fetch(source.url)
             except FetchError as error:
                 raise _bad(source, str(error)) from None
-            held.grow(len(data))  # what the request itself has brought is counted with its body
-        else:
-            data = source.encoded.encode("ascii", "replace")
-            if len(data) > 4 * (self._max_size // 3 + 1):
-                raise _bad(source, f"has more than {self._max_size} bytes (--max-media-size)")
-        form = f"{source.detail == 'low'} {bool(source.encoded)}"
-        if len(data) <= INLINE:
-            key = self._key(space, form, data)
-        else:
-            key = await self.lanes.run(min(SHORT, len(data) >> 10), partial(self._key, space, form, data))
+            held.grow(len(given))  # what the request itself has brought is counted with its body
+        work = partial(self._data_and_key, space, source, given)
+        data, key = work() if len(given) <= INLINE else await self.lanes.run(min(SHORT, len(given) >> 10), work)
         if (item := self.cache.find(key)) is not None:
             self.cache.put(key, item, name)
             return item
         item = await self._decoded(source, data)
         self.cache.put(key, item, name)
         return item
+
+    def _data_and_key(self, space: str, source: Source, given: str | bytes) -> tuple[bytes, bytes]:
+        """given: the file, or a data URL of it. Takes as long as it is large."""
+        data = given if isinstance(given, bytes) else given[source.start :].encode("ascii", "replace")
+        return data, self._key(space, f"{source.detail == 'low'} {bool(source.start)}", data)
 
     def _key(self, space: str, form: str, data: bytes) -> bytes:
         key = blake2b(f"{len(space)} {space} {form} ".encode("utf-8", "replace"), key=self._secret, digest_size=32)
@@ -148,7 +155,7 @@ class Pictures:
     async def _decoded(self, source: Source, data: bytes) -> MediaItem:
         if not self._can_decode:
             raise _bad(source, "cannot be read: this server has no Pillow (pip install pillow)")
-        decode = partial(self.processes.decode, data, is_base64=bool(source.encoded), detail=source.detail)
+        decode = partial(self.processes.decode, data, is_base64=bool(source.start), detail=source.detail)
         loop = asyncio.get_running_loop()
         start = loop.time()
         try:

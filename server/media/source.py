@@ -13,7 +13,8 @@ TYPES = ("image_url", "input_image")  # of content parts: chat completions', and
 ROLES = ("user", "tool", "function")  # whose messages may have pictures
 MAX_URL = 8192  # characters of a URL that is no data URL
 MAX_UUID = 256
-_DATA = re.compile(r"data:([^,]*),", re.IGNORECASE)
+MAX_HEAD = 256  # characters before the comma of a data URL
+_DATA = re.compile(rf"data:([^,]{{0,{MAX_HEAD}}}),", re.IGNORECASE)
 _SCHEME = re.compile(r"([a-zA-Z][a-zA-Z0-9+.-]*):")
 SCHEMES = ("http", "https", "file")
 
@@ -26,10 +27,10 @@ class Source:
     """One picture that a request brings or names."""
 
     where: str  # the content part, as errors name it
-    url: str  # http, https or file; empty where `encoded` has it
-    encoded: str  # base64 of the file, as the request has brought it
+    url: str  # http, https, file or data; empty where the client names one that it has sent before
+    start: int = 0  # of the base64 in a data URL, which nobody copies before its turn; 0: it is no data URL
     detail: Detail = "auto"
-    uuid: str | None = None  # the client's own name of it; url and encoded may then be empty
+    uuid: str | None = None  # the client's own name of it; url may then be empty
 
 
 def is_picture(part: Any) -> bool:
@@ -119,7 +120,7 @@ def _source(part: dict[str, Any], where: str) -> Source:
             f"'{where}.file_id' is not supported by this server: give the picture as 'image_url', a URL or a data URL.",
             f"{where}.file_id", "unsupported_parameter",
         )  # fmt: skip
-    if url is None and uuid is None:
+    if url in (None, "") and uuid is None:
         raise bad_request(f"Missing required parameter: '{field}'.", field, "missing_required_parameter")
     if url is not None and not isinstance(url, str):
         raise bad_request(f"'{field}' must be a string: a URL, or a data URL.", field, "invalid_type")
@@ -128,26 +129,25 @@ def _source(part: dict[str, Any], where: str) -> Source:
             f"The detail of '{where}' is {shorten(detail)!r}; it must be one of {', '.join(_DETAILS)}.",
             f"{where}.image_url.detail",
         )
-    address, encoded = _split(url or "", field)
-    return Source(where, address, encoded, cast(Detail, detail or "auto"), uuid)
+    return Source(where, url or "", _data_start(url or "", field), cast(Detail, detail or "auto"), uuid)
 
 
-def _split(url: str, field: str) -> tuple[str, str]:
-    """(The URL, "") or ("", the base64 of a data URL). Raises ApiError (400)."""
+def _data_start(url: str, field: str) -> int:
+    """Where the base64 of a data URL begins; 0: of another one, or none. Raises ApiError (400)."""
     if not url:
-        return "", ""
+        return 0
     if (data := _DATA.match(url)) is not None:
         kind, *parameters = data[1].lower().split(";")
         if "base64" not in (one.strip() for one in parameters):
             raise bad_request(f"'{field}' is a data URL that is no base64: give 'data:image/png;base64,…'.", field)
         if kind and not kind.startswith("image/") and kind != "application/octet-stream":
             raise bad_request(f"'{field}' is of type {shorten(kind)!r}: only pictures (image/…) are read.", field)
-        return "", url[data.end() :]
-    scheme = _SCHEME.match(url)
+        return data.end()
+    scheme = _SCHEME.match(url[:MAX_HEAD])
     if scheme is None or scheme[1].lower() not in SCHEMES:
         raise bad_request(
             f"'{field}' is {shorten(url)!r}: it must begin with https://, http:// or data:image/…;base64,.", field
         )
     if len(url) > MAX_URL:
         raise bad_request(f"'{field}' has {len(url)} characters; at most {MAX_URL} are allowed.", field)
-    return url, ""
+    return 0

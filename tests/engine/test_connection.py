@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from typing import Any
 
 import msgspec
@@ -14,6 +15,7 @@ import pytest
 import uvloop
 
 from vserve.engine.link.connection import LENGTH, Connection
+from vserve.engine.link.media import MediaItem
 from vserve.engine.link.messages import (
     AbortRequests,
     AddRequest,
@@ -54,6 +56,35 @@ def test_messages_arrive_whole_and_in_order_whatever_the_frames():
         theirs.close()
 
     asyncio.run(run())
+
+
+def test_pictures_are_copied_once():
+    """Into their message: each further copy of tens of megabytes would hold all streams up."""
+    pixels = bytes(8 << 20)
+    items = (MediaItem(b"k" * 32, 0, 4, (1, 4, 4), (1, 64, 64), (64, 64), pixels),)
+    sent = AddRequest(1, pack_tokens(range(4)), SamplingParams(max_tokens=1), media=items)
+
+    async def run() -> int:
+        left, right = socket.socketpair()
+        received: list[Any] = []
+        ours = await Connection.open(left, FromEngine, received.append, lambda _: None)
+        theirs = await Connection.open(right, ToEngine, received.append, lambda _: None)
+        tracemalloc.start()
+        ours.send(AbortRequests([1]))
+        ours.send(sent)
+        ours.send(AbortRequests([2]))
+        ours._flush()
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        while len(received) < 3:
+            await asyncio.sleep(0.001)
+        assert received == [AbortRequests([1]), sent, AbortRequests([2])]
+        ours.close()
+        theirs.close()
+        return most
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        assert runner.run(run()) < 2 * len(pixels)  # the encoder asks for half as much again as it needs
 
 
 def test_a_message_that_cannot_be_sent_is_refused_alone():

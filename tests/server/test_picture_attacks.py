@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import ssl
 import struct
+import threading
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -13,6 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -103,7 +106,8 @@ PRIVATE = (
     "127.0.0.1", "127.1.2.3", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
     "192.0.0.1", "198.18.0.1", "224.0.0.1", "240.0.0.1", "255.255.255.255", "::", "::1", "::ffff:127.0.0.1",
     "::ffff:10.0.0.1", "fe80::1", "fc00::1", "ff02::1", "64:ff9b::7f00:1", "64:ff9b::a00:1", "2002:7f00:1::",
-    "2001:db8::1", "2001:0:0:0:0:0:f5ff:fffe",
+    "2001:db8::1", "2001:0:0:0:0:0:f5ff:fffe", "fec0::1", "::7f00:1", "::ffff:0:7f00:1", "64:ff9b:1::a00:1", "5f00::1",
+    "192.0.0.192", "168.63.129.16", "::ffff:a83f:8110", "64:ff9b::a83f:8110",
 )  # fmt: skip
 
 
@@ -138,6 +142,27 @@ def test_a_host_is_resolved_once_and_asked_by_its_name(resolved: list[str]) -> N
     asyncio.run(attack())
 
 
+def test_authorities_are_read_once_and_not_in_the_loop(resolved: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading them takes tens of milliseconds, which every stream would wait for."""
+    threads = []
+    read = ssl.create_default_context
+
+    def heard(*args: Any, **kwargs: Any) -> ssl.SSLContext:
+        threads.append(threading.current_thread())
+        return read(*args, **kwargs)
+
+    monkeypatch.setattr(ssl, "create_default_context", heard)
+
+    async def attack() -> None:
+        one = fetcher()
+        async with host_of(picture) as host:
+            for _ in range(3):
+                assert await one.fetch(host.url()) == file_of()
+
+    asyncio.run(attack())
+    assert len(threads) == 1 and threads[0] is not threading.main_thread()
+
+
 def test_each_redirect_is_judged(resolved: list[str]) -> None:
     async def redirect(path: str, writer: asyncio.StreamWriter) -> None:
         kind, _, count = path.strip("/").partition("-")
@@ -158,6 +183,7 @@ def test_each_redirect_is_judged(resolved: list[str]) -> None:
                 await refused(fetcher(), host.url(f"/{kind}"), "without a public address")
             for kind in ("file", "ftp"):
                 await refused(fetcher(), host.url(f"/{kind}"), "neither http:// nor https://")
+            await refused(fetcher(), "http:///a.png", "neither http:// nor https:// and a host")
             allowed = fetcher(allowed_media_domains=("pictures.test",))
             await refused(allowed, host.url("/on-0"), "--allowed-media-domains does not name")
 
@@ -242,6 +268,10 @@ def test_allowed_hosts(resolved: list[str]) -> None:
             await refused(named, host.url(host="inside.test.example"), "does not name")
             await refused(named, host.url(host="127.0.0.1"), "does not name")
             await refused(named, "http://user:password@inside.test/a", "leave them out")
+            own = fetcher(allowed_media_domains=("[::1]", "127.0.0.2"))
+            await refused(own, "http://[::1]:1/a.png", "cannot be fetched (ConnectError)")
+            await refused(own, "http://127.0.0.2:1/a.png", "cannot be fetched (ConnectError)")
+            await refused(own, "http://[::2]:1/a.png", "does not name")
 
     asyncio.run(attack())
 
@@ -262,6 +292,7 @@ def test_files_of_the_server(tmp_path: Path) -> None:
             await refused(one, f"file://{folder}/{name}", "no file in the folder")
         await refused(one, "file:///etc/passwd", "no file in the folder")
         await refused(one, f"file://elsewhere{folder}/a%20b.png", "another host")
+        await refused(one, "file://[a/b.png", "another host")
         small = fetcher(allowed_local_media_path=str(folder), max_media_size=10)
         await refused(small, f"file://{folder}/a%20b.png", "more than 10 bytes")
 
@@ -335,5 +366,20 @@ def test_pictures_are_as_people_see_them() -> None:
         Image.new(mode, (8, 8), colour).save(found, "PNG")
         assert colours(found.getvalue())[0, 0].tolist() == seen, mode
     found = io.BytesIO()
+    Image.new("I;16", (8, 8), 0x8001).save(found, "PNG", transparency=7)
+    assert colours(found.getvalue())[0, 0].tolist() == [128, 128, 128]
+    found = io.BytesIO()
     Image.new("CMYK", (8, 8), (0, 0, 0, 0)).save(found, "JPEG")
     assert colours(found.getvalue())[0, 0].tolist() == [255, 255, 255]
+
+
+@pytest.mark.parametrize("mode", ["1", "P", "L", "RGB", "I;16"])
+def test_pictures_of_low_detail_are_smoothed(mode: str) -> None:
+    """Of black and white in turns grey is left, and not every other pixel."""
+    dots = np.indices((1024, 1024)).sum(0) % 2
+    grey = Image.fromarray((dots * 255).astype(np.uint8))
+    image = Image.fromarray((dots * 0xFFFF).astype(np.uint16)) if mode == "I;16" else grey.convert(mode)
+    found = io.BytesIO()
+    image.save(found, "PNG")
+    seen = colours(found.getvalue(), "low")
+    assert seen.shape == (512, 512, 3) and 96 < seen.min() <= seen.max() < 160

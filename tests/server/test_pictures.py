@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import base64
 import os
+import tracemalloc
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vserve.server.api.chat import ChatCompletion
+from vserve.server.errors import ApiError
+from vserve.server.media.source import taken_out
 from vserve.server.options.config import ServerConfig
 from vserve.server.text.model import TextModel, load_text_model
 
@@ -106,6 +110,7 @@ def test_forms_of_parts(seeing: Seeing) -> None:
     ("given", "words"),
     [
         ({"type": "image_url"}, ["Missing required parameter", "image_url"]),
+        ({"type": "image_url", "image_url": {"url": ""}}, ["Missing required parameter", "image_url.url"]),
         ({"type": "image_url", "image_url": {"url": 7}}, ["must be a string"]),
         ({"type": "image_url", "image_url": "picture.png"}, ["picture.png", "must begin with https://"]),
         ({"type": "image_url", "image_url": "ftp://host/x"}, ["must begin with"]),
@@ -113,6 +118,9 @@ def test_forms_of_parts(seeing: Seeing) -> None:
         ({"type": "image_url", "image_url": "data:video/mp4;base64,AAAA"}, ["'video/mp4'", "only pictures"]),
         ({"type": "image_url", "image_url": "data:image/png;base64,"}, ["it is empty"]),
         ({"type": "image_url", "image_url": "data:image/png;base64,AAAA"}, ["its 3 bytes are no PNG"]),
+        ({"type": "image_url", "image_url": "data:image/png;base64,A-_A"}, ["it is no base64"]),
+        ({"type": "image_url", "image_url": "data:image/png;base64,AAAé"}, ["it is no base64"]),
+        ({"type": "image_url", "image_url": f"data:image/png{';a=b' * 99};base64,AAAA"}, ["must begin with"]),
         ({"type": "image_url", "image_url": {"url": "https://host", "detail": "ultra"}}, ["'ultra'", "low"]),
         ({"type": "image_url", "image_url": None, "uuid": "never"}, ["never was under its 'uuid'"]),
         ({"type": "input_image", "file_id": "file-1"}, ["file_id"]),
@@ -274,6 +282,69 @@ def test_language_models_only(folder: Path) -> None:
 def test_bodies_with_pictures_may_be_larger(seeing: Seeing, client: Any) -> None:
     most, usual = seeing.state.max_body_size(), client.app.state.server.max_body_size()
     assert most == usual + (256 << 20)
+
+
+@pytest.mark.parametrize("beginning", ["data:", "data:image/png", "a", "", "data:image/png;base64,AAAA", "file:///"])
+@pytest.mark.parametrize("of", ["a", ";a", "a ", "é", "a:", "data:"])
+def test_what_a_url_is_costs_nothing_by_its_length(beginning: str, of: str) -> None:
+    """It is found out in the event loop: in no more time, and no more memory, than that of a short one."""
+    url = beginning + of * (4 << 20)
+    tracemalloc.start()
+    try:
+        taken_out([user({"type": "image_url", "image_url": url})])
+    except ApiError:
+        pass
+    finally:
+        most = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    assert most < 1 << 20
+
+
+def test_pixels_are_the_engines_alone(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are megabytes, and an answer may take minutes."""
+    kept = []
+    whole = ChatCompletion.whole
+
+    def seen(self: Any, generation: Any, *more: Any) -> Any:
+        prompts = [*generation.prompts, *(choice.prompt for choice in generation.choices)]
+        kept.extend([*self.media, *(prompt.media for prompt in prompts)])
+        return whole(self, generation, *more)
+
+    monkeypatch.setattr(ChatCompletion, "whole", seen)
+    assert seeing.ask(user(part(), part()), n=2).status_code == 200
+    assert kept == [()] * 3 and len(seeing.asked.media) == 2
+
+
+def test_pictures_that_are_counted_have_no_pixels(seeing: Seeing) -> None:
+    """Dozens of them would be gigabytes."""
+    found = []
+    items = seeing.state.pictures.items
+
+    async def seen(*given: Any) -> Any:
+        found.extend(await items(*given))
+        return found
+
+    seeing.state.pictures.items = seen
+    try:
+        body = {"messages": [user(part(), "What?")]}
+        anthropic = {"messages": [user({"type": "image", "source": {"type": "url", "url": data_url(file_of())}})]}
+        for route, asked in (("/tokenize", body), ("/v1/messages/count_tokens", {"model": "test", **anthropic})):
+            answer = seeing.client.post(route, asked)
+            assert answer.status_code == 200, answer.text
+            (item,) = found
+            assert item.pixels == b"" and item.length == 2
+            found.clear()
+    finally:
+        seeing.state.pictures.items = items
+
+
+def test_batches_have_pictures(seeing: Seeing) -> None:
+    """A body with them may be a long one, whose pictures do not count as text."""
+    blue = {"type": "image_url", "image_url": data_url(file_of(colour="blue")) + " " * (20 << 10)}
+    chats = [[user("One", part())], [user(blue, part()), user("Two")]]
+    answer = seeing.client.post("/v1/chat/completions/batch", {"messages": chats})
+    assert answer.status_code == 200, answer.text
+    assert [len(asked.media) for asked in seeing.engine.submitted[-2:]] == [1, 2] and seeing.colours == [BLUE, RED]
 
 
 def test_the_room_for_pixels_is_shared(seeing: Seeing, monkeypatch: pytest.MonkeyPatch) -> None:
