@@ -120,15 +120,13 @@ def test_mixtures_in_chunks_are_near_the_whole_prompt(engine_of_family) -> None:
     [
         ({"max_num_batched_tokens": 64, "max_num_seqs": 4},
          r"--max-num-batched-tokens is 64: .*room for 64 tokens .*raise the first to 67 or lower the second to 1$"),
-        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
-         "--speculative-config: Qwen3_5ForCausalLM keeps recurrent states, .*leave it out"),
         ({"kv_cache_memory_bytes": 100_000, "max_num_seqs": 9, "max_model_len": 64},
          r"no memory is left for recurrent states: 9 running requests need .*set --max-num-seqs \d or less, or raise "
          r"--kv-cache-memory-bytes \(now 100000\), or use --mamba-ssm-cache-dtype float16"),
         ({"pipeline_parallel_size": 2},
          "--pipeline-parallel-size 2: Qwen3_5ForCausalLM keeps recurrent states, .*not cut into stages"),
     ],
-    ids=["budget", "drafts", "memory", "stages"],
+    ids=["budget", "memory", "stages"],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_at_the_start(tiny_model, options: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigError, ModelError), match=words):

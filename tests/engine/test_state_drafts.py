@@ -1,0 +1,147 @@
+"""Drafts beside recurrent states in the real engine: the tokens that come without (fp32, CPU).
+
+Of drafts that did not hold, keys, values and what a state's ring has of them become NaN: nothing may read them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+import vserve.engine.cache.batch as batch_module
+from vserve.engine.errors import ConfigError
+from vserve.engine.link.sampling_params import SamplingParams
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.start.rank import Rank
+from vserve.engine.step.runner import ModelRunner
+
+from .test_speculation import Told, config, poison, told  # noqa: F401
+from .test_states import FAMILIES, LENGTH, drawn, greedy
+
+
+@pytest.fixture
+def spoilt(monkeypatch: pytest.MonkeyPatch, told: type[Told]) -> Counter[str]:  # noqa: F811
+    """Counts what poison counts, and the inputs of wrong drafts that became NaN in rings."""
+    seen = poison(monkeypatch)
+    runners: list[ModelRunner] = []
+    bind, verify = ModelRunner.bind_states, batch_module.verify_drafts
+
+    def bind_states(self: ModelRunner, num_slots: int) -> None:
+        bind(self, num_slots)
+        runners[:] = [self]
+
+    def verify_drafts(history, num_computed, num_proposed, rows, *others) -> None:
+        before = {row: int(num_computed[row]) for row in rows.tolist()}
+        verify(history, num_computed, num_proposed, rows, *others)
+        (runner,), num_drafts = runners, others[-1]
+        assert runner.builder.states is not None and runner.tables.state_slot is not None
+        for row, count in before.items():
+            slot = int(runner.tables.state_slot[row])
+            for place in range(int(num_computed[row]), count + 1 + num_drafts) if num_computed[row] != count else ():
+                for ring in runner.builder.states.tensors[::2]:
+                    ring[slot, place % ring.shape[1]] = float("nan")
+                seen["rings"] += 1
+
+    monkeypatch.setattr(ModelRunner, "bind_states", bind_states)
+    monkeypatch.setattr(batch_module, "verify_drafts", verify_drafts)
+    return seen
+
+
+def tell(batch: list[tuple[list[int], SamplingParams]], answers: list[Any], share: float) -> None:
+    Told.sequences = [prompt + answer.tokens for (prompt, _), answer in zip(batch, answers, strict=True)]
+    Told.share = share
+
+
+@pytest.mark.parametrize(
+    ("family", "count"), [*((family, 3) for family in FAMILIES), *(("qwen3_5_text", n) for n in (1, 2, 4, 5, 6, 7))]
+)
+def test_any_number_of_drafts_gives_the_same_tokens(tiny_model, engine, spoilt, family: str, count: int) -> None:
+    """In company, in chunks beside prompts, and with n-grams of the texts themselves."""
+    served = type(engine)(tiny_model(family))
+    batch = [(prompt, greedy(logprobs=1)) for prompt in drawn(3, 64, 90, 65, 130, 1)]
+    options = {"max_model_len": 192, "max_num_seqs": 6, "enable_prefix_caching": False}
+    (plain,), _ = served.run(batch, **options)
+    tell(batch, plain, 0.7)
+    (answers,), stats = served.run(
+        batch, speculative_config=config(count), max_num_batched_tokens=64 + 6 * (1 + count), **options
+    )
+    for answer, wanted in zip(answers, plain, strict=True):
+        assert answer.error is None and answer.tokens == wanted.tokens
+        expected = [found.logprob for found in wanted.logprobs]
+        assert [found.logprob for found in answer.logprobs] == pytest.approx(expected, abs=2e-4)
+    assert stats.num_drafts > 20 and sum(stats.num_accepted_tokens) > 20
+    assert spoilt["rings"] == spoilt["poisoned"] > 20
+
+
+def test_ngrams_find_drafts(tiny_model, engine) -> None:
+    served = type(engine)(tiny_model("qwen3_5_text"))
+    (stem,) = drawn(30)
+    batch = [(stem * 3, greedy(allowed_token_ids=(5, 6))), ([9, 8, 7] * 25, greedy(allowed_token_ids=(5, 6, 7)))]
+    options = {"max_model_len": 192, "enable_prefix_caching": False}
+    (plain,), _ = served.run(batch, **options)
+    (answers,), stats = served.run(batch, speculative_config=config(3, prompt_lookup_max=1), **options)
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain] and stats.num_drafts > 5
+
+
+@pytest.mark.parametrize("share", [1.0, 0.6])
+def test_a_chat_finds_what_was_decoded_with_drafts(tiny_model, engine, spoilt, overlap, share: float) -> None:
+    """Snapshots at the ends of prompts and at 256, which the device may pass in one of several steps in flight."""
+    served = type(engine)(tiny_model("qwen3_5_text"))
+    prompts, options = drawn(200, 190, 60), {"max_model_len": 512, "max_num_seqs": 4}
+    long = SamplingParams(max_tokens=90, temperature=0.0, ignore_eos=True)
+    batch = [(prompt, long) for prompt in prompts]
+    (first,), _ = served.run(batch, enable_prefix_caching=False, **options)
+    turns = [(prompt + answer.tokens + [5, 6], greedy()) for prompt, answer in zip(prompts, first, strict=True)]
+    (second,), _ = served.run(turns, enable_prefix_caching=False, **options)
+    tell(batch + turns, first + second, share)
+    overlap(2)
+    (warm, again), stats = served.run(batch, turns, speculative_config=config(3), **options)
+    assert [answer.tokens for answer in warm] == [answer.tokens for answer in first]
+    assert [answer.tokens for answer in again] == [answer.tokens for answer in second]
+    assert [answer.num_cached_tokens for answer in again] == [256, 256, 0]
+    assert stats.num_state_restores == 2 and stats.num_drafts > 20 and spoilt["rings"] > 20 * (share < 1)
+
+
+def test_preempted_and_out_of_slots_they_are_what_they_are_alone(tiny_model, engine, spoilt, overlap) -> None:
+    rng = random.Random(7)
+    served = type(engine)(tiny_model("qwen3_5_text"))
+    prompts = drawn(*(rng.randint(3, 120) for _ in range(10)))
+    batch = [
+        (prompt, greedy() if index % 2 else
+         SamplingParams(max_tokens=LENGTH, temperature=0.8, seed=index, ignore_eos=True))
+        for index, prompt in enumerate(prompts)
+    ]  # fmt: skip
+    alone, _ = served.run(*([request] for request in batch), enable_prefix_caching=False, max_model_len=192)
+    plain = [wave[0] for wave in alone]
+    tell(batch, plain, 0.7)
+    overlap(2)
+    longest = sorted(batch, key=lambda request: -len(request[0]))[:2]
+    (answers, *again), stats = served.run(
+        batch, longest, longest, speculative_config=config(3), max_model_len=192, max_num_seqs=8, block_size=8,
+        num_gpu_blocks_override=40, max_num_batched_tokens=128,
+    )  # fmt: skip
+    expected = [answer.tokens for answer in plain]
+    assert [answer.tokens for answer in answers] == expected
+    for wave in again:
+        assert [answer.tokens for answer in wave] == [expected[batch.index(request)] for request in longest]
+    assert stats.num_preemptions > 0 and stats.num_state_restores > 0 and stats.num_drafts > 20
+    assert stats.num_state_slots_used == 0 and spoilt["rings"] > 20
+
+
+def test_steps_have_room_for_drafts_and_a_prompt(tiny_model) -> None:
+    def made(**options: Any) -> Rank:
+        named = {"max_num_seqs": 4, "max_model_len": 256, "kv_cache_memory_bytes": 2_000_000} | options
+        folder = str(tiny_model("qwen3_5_text"))
+        return Rank(EngineConfig(folder, device="cpu", cpu_threads=1, **named), lambda _: None)
+
+    plain, drafting = made(), made(speculative_config=config(3), max_num_batched_tokens=64 + 12)
+    assert drafting.settings.draft_depths == ((3, 3),), "76 tokens are 64 of a prompt and 12 of drafts"
+    more = (16 - 8) * (2 * 2 * 8 + 6 * 16 + 12) * 4  # 3 + 2 · (1 + 3) positions, rounded up
+    assert drafting.settings.plan.states.slot_bytes == plain.settings.plan.states.slot_bytes + 2 * more
+    assert "snapshots" in drafting.settings.plan.table()
+    with pytest.raises(ConfigError, match=r"a step of 67 tokens has no room for drafts beside 64 of a prompt; raise"):
+        made(speculative_config=json.dumps({"method": "ngram"}), max_num_batched_tokens=67)
