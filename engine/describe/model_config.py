@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..families.encoders import EncoderFamily, EncoderSpec, find_encoder
 from ..families.family import Family, Names
 from ..families.head_spec import HeadSpec
-from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec, StateSpec
+from ..families.layer_spec import AttentionSpec, DraftingSpec, FrameSpec, KVSpec, LayerSpec, StateSpec
 from ..families.raw_config import architectures, model_type
 from ..families.refused import refusal
 from ..families.registry import find_family, generates_by_name, own_family
@@ -44,6 +44,7 @@ class ModelConfig:
     ignored: tuple[str, ...] = ()  # beginnings of names in the checkpoint that nothing needs
     longest: int = 0  # tokens that a context may have at most, 0: as many as the positions allow
     quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
+    drafting: DraftingSpec | None = None  # what a layer that drafts is called, where checkpoints have one
     head: HeadSpec | None = None  # what is behind the pooled hidden state
     generates: bool = True  # it has an output matrix
     pictures: bool = False  # it is the text half of a model of pictures, of which nothing else is loaded

@@ -28,6 +28,21 @@ class KVSpec:
 
 
 @dataclass(frozen=True)
+class DraftingSpec:
+    """A layer behind a model's last one that drafts (multi-token prediction), by its names in a checkpoint."""
+
+    prefix: str  # of them all
+    layer: str = ""  # behind that, where a dot follows: of the decoder layer
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    join: str = "eh_proj"  # of embedding and hidden state
+    norm: str = "shared_head.norm"  # before the output matrix
+    embedding: str = "embed_tokens"  # where it has one of its own
+    lm_head: str = "shared_head.head"  # the same; "": it never has
+    goes_on_normed: bool = False  # with what that norm makes it drafts the next token, else with what goes into it
+
+
+@dataclass(frozen=True)
 class StateSpec:
     """What one layer keeps of a request, however long it is: a matrix [rows, columns] a head, and of the newest tokens
     `channels` inputs of a convolution over `conv_width` of them, with `gates` numbers beside them."""

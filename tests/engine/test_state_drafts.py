@@ -8,9 +8,13 @@ from __future__ import annotations
 import json
 import random
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
 import vserve.engine.cache.batch as batch_module
 from vserve.engine.errors import ConfigError
@@ -19,6 +23,7 @@ from vserve.engine.options.config import EngineConfig
 from vserve.engine.start.rank import Rank
 from vserve.engine.step.runner import ModelRunner
 
+from .test_model_drafts import draft_models, draw, mtp, proposed, requests, same  # noqa: F401
 from .test_speculation import Told, config, poison, told  # noqa: F401
 from .test_states import FAMILIES, LENGTH, drawn, greedy
 
@@ -145,3 +150,59 @@ def test_steps_have_room_for_drafts_and_a_prompt(tiny_model) -> None:
     assert "snapshots" in drafting.settings.plan.table()
     with pytest.raises(ConfigError, match=r"a step of 67 tokens has no room for drafts beside 64 of a prompt; raise"):
         made(speculative_config=json.dumps({"method": "ngram"}), max_num_batched_tokens=67)
+
+
+@pytest.mark.parametrize("kind", ["model", "eagle3"])
+def test_a_small_model_or_a_head_drafts_beside_states(
+    tiny_model,
+    engine,
+    draft_models,
+    tmp_path: Path,
+    overlap,
+    kind: str,
+) -> None:
+    served, options = type(engine)(tiny_model("qwen3_5_text")), {"max_num_seqs": 8, "max_model_len": 192}
+    drafter = tiny_model("qwen3", num_hidden_layers=1) if kind == "model" else draft_models.eagle3(tmp_path)
+    (expected,), _ = served.run(requests(), **options)
+    overlap(2)
+    (answers, again), stats = served.run(
+        requests(), requests(), speculative_config=config_of(drafter, 3), max_num_batched_tokens=96, **options
+    )
+    same(answers, expected)
+    same(again, expected)
+    assert stats.num_drafts > 40 and stats.num_state_restores > 0
+
+
+def test_a_model_with_states_does_not_draft(tiny_model) -> None:
+    asked = {"device": "cpu", "speculative_config": config_of(tiny_model("qwen3_5_text"), 2)}
+    for target in ("llama", "qwen3_5_text"):
+        with pytest.raises(
+            ConfigError, match=r'Qwen3_5ForCausalLM keeps recurrent states, .* \{"method": "mtp"\} where'
+        ):
+            Rank(EngineConfig(str(tiny_model(target)), cpu_threads=1, **asked), lambda _: None)
+
+
+@pytest.fixture(params=FAMILIES)
+def with_layer(request, tiny_models, draft_models, engine, tmp_path: Path) -> tuple[Any, Any]:  # noqa: F811
+    """An engine of a model with a layer that drafts, and plain code of that."""
+    folder = tiny_models.tiny_checkpoint(tmp_path / "model", request.param)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    draft_models.with_mtp(folder)
+    return type(engine)(folder), draft_models.PlainMTP(load_file(folder / "model.safetensors"), whole)
+
+
+def test_its_layer_drafts_what_plain_code_drafts(with_layer, proposed) -> None:  # noqa: F811
+    served, oracle = with_layer
+    batch, options = requests(), {"max_num_seqs": 8, "max_model_len": 192}
+    (expected,), _ = served.run(batch, **options)
+    (answers, again), stats = served.run(batch, batch, speculative_config=mtp(3), max_num_batched_tokens=96, **options)
+    same(answers, expected)
+    same(again, expected)
+    histories = [prompt + answer.tokens for (prompt, _), answer in zip(batch, answers, strict=True)]
+    checked = 0
+    with torch.no_grad():
+        for history, sampling, drafts in proposed[:60]:
+            if any(known[: len(history)] == history for known in histories):
+                assert drafts == oracle.drafts(history, 3, draw(sampling)), f"behind {len(history)} tokens"
+                checked += 1
+    assert checked > 40 and stats.num_drafts > 40 and stats.num_state_restores > 0
