@@ -23,6 +23,7 @@ from vserve.engine.options.config import EngineConfig
 from vserve.engine.start.rank import Rank
 from vserve.engine.step.runner import ModelRunner
 
+from . import test_model_drafts as model_drafts
 from .test_model_drafts import draft_models, draw, mtp, proposed, requests, same  # noqa: F401
 from .test_speculation import Told, config, poison, told  # noqa: F401
 from .test_states import FAMILIES, LENGTH, drawn, greedy
@@ -156,7 +157,7 @@ def test_steps_have_room_for_drafts_and_a_prompt(tiny_model) -> None:
 def test_a_small_model_or_a_head_drafts_beside_states(
     tiny_model,
     engine,
-    draft_models,
+    draft_models,  # noqa: F811
     tmp_path: Path,
     overlap,
     kind: str,
@@ -166,7 +167,7 @@ def test_a_small_model_or_a_head_drafts_beside_states(
     (expected,), _ = served.run(requests(), **options)
     overlap(2)
     (answers, again), stats = served.run(
-        requests(), requests(), speculative_config=config_of(drafter, 3), max_num_batched_tokens=96, **options
+        requests(), requests(), speculative_config=model_drafts.config(drafter, 3), max_num_batched_tokens=96, **options
     )
     same(answers, expected)
     same(again, expected)
@@ -174,11 +175,9 @@ def test_a_small_model_or_a_head_drafts_beside_states(
 
 
 def test_a_model_with_states_does_not_draft(tiny_model) -> None:
-    asked = {"device": "cpu", "speculative_config": config_of(tiny_model("qwen3_5_text"), 2)}
+    asked = {"device": "cpu", "speculative_config": model_drafts.config(tiny_model("qwen3_5_text"), 2)}
     for target in ("llama", "qwen3_5_text"):
-        with pytest.raises(
-            ConfigError, match=r'Qwen3_5ForCausalLM keeps recurrent states, .* \{"method": "mtp"\} where'
-        ):
+        with pytest.raises(ConfigError, match=r'Qwen3_5ForCausalLM keeps recurrent .* \{"method": "mtp"\} where'):
             Rank(EngineConfig(str(tiny_model(target)), cpu_threads=1, **asked), lambda _: None)
 
 
