@@ -5,8 +5,10 @@ Of drafts that did not hold, keys, values and what a state's ring has of them be
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -17,15 +19,20 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import vserve.engine.cache.batch as batch_module
+import vserve.engine.start.arrivals as arrivals_module
 from vserve.engine.errors import ConfigError
+from vserve.engine.grammar.guide import Guide
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import EngineConfig
+from vserve.engine.schedule.scheduler import Scheduler
 from vserve.engine.start.rank import Rank
 from vserve.engine.step.runner import ModelRunner
 
 from . import test_model_drafts as model_drafts
+from .test_adapters import running, tokens_of
 from .test_model_drafts import draft_models, draw, mtp, proposed, requests, same  # noqa: F401
-from .test_speculation import Told, config, poison, told  # noqa: F401
+from .test_speculation import Grammars, Told, config, poison, told  # noqa: F401
+from .test_speculation import same as same_answers
 from .test_states import FAMILIES, LENGTH, drawn, greedy
 
 
@@ -136,6 +143,72 @@ def test_preempted_and_out_of_slots_they_are_what_they_are_alone(tiny_model, eng
         assert [answer.tokens for answer in wave] == [expected[batch.index(request)] for request in longest]
     assert stats.num_preemptions > 0 and stats.num_state_restores > 0 and stats.num_drafts > 20
     assert stats.num_state_slots_used == 0 and spoilt["rings"] > 20
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_that_are_late_take_drafts_back(
+    tiny_model, engine, spoilt, monkeypatch: pytest.MonkeyPatch, overlap, depth: int
+) -> None:
+    monkeypatch.setattr(arrivals_module, "Grammars", Grammars)
+    served, options = type(engine)(tiny_model("qwen3_5_text")), {"max_num_seqs": 12, "max_model_len": 192}
+    free = {"max_tokens": 30, "temperature": 0.0, "ignore_eos": True}
+    prompts, names = drawn(3, 70, 40, 130), (None, "nine", "budget")
+    batch = [(prompt, SamplingParams(**free, grammar=name)) for name in names for prompt in prompts]
+    (plain,), _ = served.run(batch, enable_prefix_caching=False, **options)
+    tell(batch, plain, 0.8)
+    luck, taken_back = random.Random(3), 0
+    fill, postpone = Guide.fill, Scheduler.postpone
+
+    def late(self: Guide) -> None:
+        if luck.random() < 0.2:
+            time.sleep(0.02)
+        fill(self)
+
+    def counted(self: Scheduler, requests: Any) -> None:
+        nonlocal taken_back
+        step, requests = self.in_flight[-1], list(requests)
+        taken_back += sum(step.sampled.index(request) < step.num_drafting for request in requests)
+        postpone(self, requests)
+
+    monkeypatch.setattr(Guide, "fill", late)
+    monkeypatch.setattr(Scheduler, "postpone", counted)
+    monkeypatch.setattr("vserve.engine.start.loop.Patience.left", lambda self: 0.002)
+    if depth > 1:
+        overlap(depth)
+    (answers, again), stats = served.run(
+        batch, batch, speculative_config=config(3), max_num_batched_tokens=128, **options
+    )
+    same_answers(answers, plain)
+    same_answers(again, plain)
+    assert taken_back > 0 and stats.num_drafts > 20 and stats.num_state_restores > 0
+
+
+def test_who_is_aborted_changes_nobody(tiny_model, engine, spoilt, overlap) -> None:
+    """Slots of those who leave, amid drafts, go to others."""
+    folder = tiny_model("qwen3_5_text")
+    options = {"max_model_len": 192, "max_num_seqs": 4}
+    batch = [(prompt, greedy()) for prompt in drawn(70, 3, 130, 20, 66, 90)]
+    alone, _ = type(engine)(folder).run(*([request] for request in batch), enable_prefix_caching=False, **options)
+    plain = [wave[0] for wave in alone]
+    tell(batch, plain, 0.7)
+    overlap(2)
+
+    async def run() -> list[list[int]]:
+        async with running(folder, speculative_config=config(3), max_num_batched_tokens=128, **options) as client:
+            found = []
+            for turn in range(6):
+                leaving = [client.submit(*batch[(turn + n) % 6]) for n in (1, 2, 3)]
+                staying = asyncio.ensure_future(tokens_of(client, *batch[turn]))
+                for count, mailbox in enumerate(leaving):
+                    for _ in range(count):
+                        await mailbox.get()
+                    client.abort([mailbox])
+                found.append(await staying)
+            assert client.stats.num_drafts > 10
+            return found
+
+    assert asyncio.run(run()) == [answer.tokens for answer in plain]
+    assert spoilt["rings"] > 10
 
 
 def test_steps_have_room_for_drafts_and_a_prompt(tiny_model) -> None:
