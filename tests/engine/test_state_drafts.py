@@ -69,9 +69,18 @@ def tell(batch: list[tuple[list[int], SamplingParams]], answers: list[Any], shar
     Told.share = share
 
 
+def slow(*values: Any) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+OTHERS = [slow(family) for family in FAMILIES[1:]]
+
+
 @pytest.mark.parametrize(
-    ("family", "count"), [*((family, 3) for family in FAMILIES), *(("qwen3_5_text", n) for n in (1, 2, 4, 5, 6, 7))]
-)
+    ("family", "count"),
+    [(FAMILIES[0], 3), (FAMILIES[0], 7), *(slow(FAMILIES[0], n) for n in (1, 2, 4, 5, 6)),
+     *(slow(family, 3) for family in FAMILIES[1:])],
+)  # fmt: skip
 def test_any_number_of_drafts_gives_the_same_tokens(tiny_model, engine, spoilt, family: str, count: int) -> None:
     """In company, in chunks beside prompts, and with n-grams of the texts themselves."""
     served = type(engine)(tiny_model(family))
@@ -100,7 +109,7 @@ def test_ngrams_find_drafts(tiny_model, engine) -> None:
     assert [answer.tokens for answer in answers] == [answer.tokens for answer in plain] and stats.num_drafts > 5
 
 
-@pytest.mark.parametrize("share", [1.0, 0.6])
+@pytest.mark.parametrize("share", [slow(1.0), 0.6])
 def test_a_chat_finds_what_was_decoded_with_drafts(tiny_model, engine, spoilt, overlap, share: float) -> None:
     """Snapshots at the ends of prompts and at 256, which the device may pass in one of several steps in flight."""
     served = type(engine)(tiny_model("qwen3_5_text"))
@@ -145,7 +154,7 @@ def test_preempted_and_out_of_slots_they_are_what_they_are_alone(tiny_model, eng
     assert stats.num_state_slots_used == 0 and spoilt["rings"] > 20
 
 
-@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("depth", [slow(1), 2])
 def test_masks_that_are_late_take_drafts_back(
     tiny_model, engine, spoilt, monkeypatch: pytest.MonkeyPatch, overlap, depth: int
 ) -> None:
@@ -226,7 +235,7 @@ def test_steps_have_room_for_drafts_and_a_prompt(tiny_model) -> None:
         made(speculative_config=json.dumps({"method": "ngram"}), max_num_batched_tokens=67)
 
 
-@pytest.mark.parametrize("kind", ["model", "eagle3"])
+@pytest.mark.parametrize("kind", ["model", slow("eagle3")])
 def test_a_small_model_or_a_head_drafts_beside_states(
     tiny_model,
     engine,
@@ -254,7 +263,7 @@ def test_a_model_with_states_does_not_draft(tiny_model) -> None:
             Rank(EngineConfig(str(tiny_model(target)), cpu_threads=1, **asked), lambda _: None)
 
 
-@pytest.fixture(params=FAMILIES)
+@pytest.fixture(params=[FAMILIES[0], *OTHERS])
 def with_layer(request, tiny_models, draft_models, engine, tmp_path: Path) -> tuple[Any, Any]:  # noqa: F811
     """An engine of a model with a layer that drafts, and plain code of that."""
     folder = tiny_models.tiny_checkpoint(tmp_path / "model", request.param)
