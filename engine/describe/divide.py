@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ModelError
-from ..families.layer_spec import AttentionSpec, DeltaSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..families.layer_spec import (
+    AttentionSpec,
+    DeltaSpec,
+    KVSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+    StateSpec,
+)
 from ..options.speculation import drafts_by_model
 
 if TYPE_CHECKING:
@@ -28,8 +37,6 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
         _check_foreign(config.foreign, size, expert_parallel)
     if not config.causal:
         _refuse(f"{config.architecture} reads texts both ways, which is not divided over ranks", size)
-    if config.has_state:
-        _refuse(f"{config.architecture} keeps recurrent states, and such a model is not divided over ranks", size)
     if (why := fault(config, size, expert_parallel)) is None:
         return
     possible = ", ".join(map(str, sizes(config, expert_parallel)))
@@ -42,7 +49,7 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
 
 def sizes(config: ModelConfig, expert_parallel: bool = False) -> list[int]:
     """Numbers of ranks that can share the model."""
-    if not config.causal or config.has_state or (config.foreign is not None and _undivided(config.foreign)):
+    if not config.causal or (config.foreign is not None and _undivided(config.foreign)):
         return [1]
     return [n for n in range(1, MOST + 1) if fault(config, n, expert_parallel) is None]
 
@@ -92,6 +99,11 @@ def kv_shares(config: ModelConfig, size: int, layers: Iterable[int] | None = Non
     return found
 
 
+def state_shares(config: ModelConfig, size: int) -> list[StateSpec]:
+    """What a rank keeps of a request in each layer with a recurrent state: of its heads."""
+    return [layer.mixer.share(size).state for layer in config.layers if isinstance(layer.mixer, DeltaSpec)]
+
+
 def whole_experts(num_experts: int, inner: int, size: int, quantised: bool, wanted: bool) -> bool:
     """Whether ranks hold whole experts, not a slice of each: where that is wanted, or slices would be too thin.
 
@@ -117,8 +129,8 @@ def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]
         if attention.num_heads % size:
             yield f"{attention.num_heads} attention heads"
     elif isinstance(attention, DeltaSpec):
-        if size > 1:
-            yield "a gated delta net"
+        if attention.num_key_heads % size:
+            yield f"{attention.num_key_heads} heads of keys of a gated delta net"
     elif isinstance(attention, AttentionSpec):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if heads % size or (keys % size and size % keys):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .rope_config import RopeConfig
@@ -174,6 +174,10 @@ class DeltaSpec:
     def channels(self) -> int:
         """Of the convolution."""
         return 2 * self.key_size + self.value_size
+
+    def share(self, size: int) -> DeltaSpec:
+        """Of each of so many ranks, which have as many heads."""
+        return replace(self, num_key_heads=self.num_key_heads // size, num_value_heads=self.num_value_heads // size)
 
     @property
     def state(self) -> StateSpec:

@@ -287,3 +287,16 @@ def test_its_layer_drafts_what_plain_code_drafts(with_layer, proposed) -> None: 
                 assert drafts == oracle.drafts(history, 3, draw(sampling)), f"behind {len(history)} tokens"
                 checked += 1
     assert checked > 40 and stats.num_drafts > 40 and stats.num_state_restores > 0
+
+
+@pytest.mark.slow
+def test_two_ranks_draft_as_one(with_layer, proposed) -> None:  # noqa: F811
+    served, _ = with_layer
+    options = {"max_num_seqs": 8, "max_model_len": 192, "tensor_parallel_size": 2}
+    (expected,), _ = served.run(requests(), max_num_seqs=8, max_model_len=192)
+    (answers, again), stats = served.run(
+        requests(), requests(), speculative_config=mtp(3), max_num_batched_tokens=96, **options
+    )
+    same(answers, expected)
+    same(again, expected)
+    assert stats.num_drafts > 40 and stats.num_state_restores > 0

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vserve.engine.describe.divide import check_divides
+from vserve.engine.describe.divide import check_divides, state_shares
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.link.sampling_params import SamplingParams
@@ -133,10 +133,27 @@ def test_what_cannot_be_is_refused_at_the_start(tiny_model, options: dict[str, A
         Rank(EngineConfig(str(tiny_model("qwen3_5_text")), device="cpu", cpu_threads=1, **options), lambda _: None)
 
 
-def test_it_is_not_divided_over_ranks(tiny_model) -> None:
-    words = r"--tensor-parallel-size 2: Qwen3_5ForCausalLM keeps recurrent states, .* take --data-parallel-size 2"
+def test_it_is_divided_by_heads_of_keys(tiny_model) -> None:
+    check_divides(config := read_folder(tiny_model("qwen3_5_text")), 2)
+    words = "2 heads of keys of a gated delta net cannot be divided over 4 ranks: take one of 1, 2, or"
     with pytest.raises(ModelError, match=words):
-        check_divides(read_folder(tiny_model("qwen3_5_text")), 2)
+        check_divides(config, 4)
+    (half, *_), (whole, *_) = state_shares(config, 2), state_shares(config, 1)
+    assert (half.num_heads, half.channels, half.gates) == (3, whole.channels // 2, whole.gates // 2)
+    assert whole == config.state_specs()[0]
+
+
+def test_two_ranks_answer_as_one(engine_of_family) -> None:
+    """Twice, the second time from snapshots; in chunks, preempted."""
+    batch = [(prompt, greedy(logprobs=1)) for prompt in drawn(3, 90, 65, 130)]
+    options = {"max_num_batched_tokens": 80, "max_num_seqs": 4, "max_model_len": 192}
+    (expected,), _ = engine_of_family.run(batch, enable_prefix_caching=False, **options)
+    (answers, again), stats = engine_of_family.run(batch, batch[1:], tensor_parallel_size=2, **options)
+    for answer, wanted in zip(answers + again, expected + expected[1:], strict=True):
+        assert answer.tokens == wanted.tokens
+        scores = [found.logprob for found in wanted.logprobs]
+        assert [found.logprob for found in answer.logprobs] == pytest.approx(scores, abs=2e-4)
+    assert stats.num_state_restores == 3
 
 
 def test_a_model_without_states_has_none_to_store(tiny_model) -> None:
