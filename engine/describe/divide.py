@@ -99,9 +99,11 @@ def kv_shares(config: ModelConfig, size: int, layers: Iterable[int] | None = Non
     return found
 
 
-def state_shares(config: ModelConfig, size: int) -> list[StateSpec]:
-    """What a rank keeps of a request in each layer with a recurrent state: of its heads."""
-    return [layer.mixer.share(size).state for layer in config.layers if isinstance(layer.mixer, DeltaSpec)]
+def state_shares(config: ModelConfig, size: int, layers: Iterable[int] | None = None) -> list[StateSpec]:
+    """What a rank keeps of a request in each layer with a recurrent state, of `layers` (indexes) or all: of its
+    heads."""
+    mixers = (config.layers[index].mixer for index in (range(len(config.layers)) if layers is None else layers))
+    return [mixer.share(size).state for mixer in mixers if isinstance(mixer, DeltaSpec)]
 
 
 def whole_experts(num_experts: int, inner: int, size: int, quantised: bool, wanted: bool) -> bool:
@@ -158,8 +160,6 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
         refuse(f"{config.architecture} is computed by transformers' code, which is not cut into stages", size)
     if not config.causal:
         refuse(f"{config.architecture} reads texts both ways, which is not cut into stages", size)
-    if config.has_state:
-        refuse(f"{config.architecture} keeps recurrent states, and such a model is not cut into stages", size)
     if not is_cut(config):
         refuse(f"layers of {config.architecture} read what others keep, and are not cut into stages", size)
     num_layers = len(config.layers)
@@ -173,11 +173,20 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
             f"--pipeline-layer-partition {','.join(map(str, counts))} deals out {sum(counts)} layers, and the model "
             f"has {num_layers}: name so many, or leave it out for {','.join(map(str, split(config, size)))}"
         )
+    if config.has_state:
+        for number, part in enumerate(stage_layers(config, size, counts), 1):
+            kept = {config.layers[index].state is None for index in part}
+            if len(kept) < 2:
+                lacking = "a recurrent state" if kept == {True} else "attention"
+                raise ModelError(
+                    f"--pipeline-parallel-size {size}: stage {number} would have no layer with {lacking}, and of such "
+                    "a model each needs one: take fewer stages, or say --pipeline-layer-partition"
+                )
 
 
 def is_cut(config: ModelConfig) -> bool:
     """Whether stages can have some of the layers each: those of our own that need nothing of others but the stream."""
-    whole = (layer.attention is not None and layer.attention.kv.num_kv_heads for layer in config.layers)
+    whole = (layer.state or (layer.attention and layer.attention.kv.num_kv_heads) for layer in config.layers)
     alone = all(whole) and not any(layer.token_vector for layer in config.layers)
     return config.foreign is None and config.causal and alone
 

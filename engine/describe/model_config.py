@@ -68,6 +68,11 @@ class ModelConfig:
         found = (layer.attention.kv for layer in self.layers if layer.attention is not None)
         return [spec for spec in found if spec.num_kv_heads]
 
+    def kv_places(self, layers: range) -> list[int]:
+        """Where those of these layers that keep keys and values stand among all that do."""
+        keeping = [i for i, layer in enumerate(self.layers) if layer.attention and layer.attention.kv.num_kv_heads]
+        return [place for place, index in enumerate(keeping) if index in layers]
+
     def state_specs(self) -> list[StateSpec]:
         """Of the layers that keep a state in the place of keys and values."""
         return [layer.state for layer in self.layers if layer.state is not None]

@@ -264,15 +264,15 @@ def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan
     found = gather(world, runner.device, [getattr(plan, name) for name in names])
     room = [numbers[2] - sum(numbers[3:]) for numbers in found]
     rank = min(range(world.size), key=lambda rank: (found[rank][0], room[rank]))
-    if runner.cache.states is not None:  # each rank has room for what it has planned, and so for the fewest
-        mine = [plan.states.running, plan.states.snapshots] if plan.states is not None else [0, 0]
-        running, snapshots = map(min, zip(*gather(world, runner.device, mine), strict=True))
-        fewest = dataclasses.replace(plan.states, running=running, snapshots=snapshots) if plan.states else None
-        plan = dataclasses.replace(plan, states=fewest if running else None)
     device = f"cuda:{rank}" if runner.device.type == "cuda" else "cpu"
     if (stages := runner.model.place.stage.count) > 1:
         device += f", stage {stage_of(rank, world.size, stages) + 1} of {stages}"
     least: dict[str, Any] = dict(zip(names, found[rank], strict=True))
+    if runner.cache.states is not None:  # each rank has room for as many as it has planned, and so for the fewest
+        states = plan.states or StateSlots(0, 0, 0)
+        slots = gather(world, runner.device, [states.running, states.snapshots, states.slot_bytes])
+        running, snapshots, _ = map(min, zip(*slots, strict=True))
+        least["states"] = StateSlots(slots[rank][2], running, snapshots) if running else None
     return dataclasses.replace(plan, tightest=f"rank {rank} of {world.size} ({device})", **least)
 
 

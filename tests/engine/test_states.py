@@ -123,8 +123,8 @@ def test_mixtures_in_chunks_are_near_the_whole_prompt(engine_of_family) -> None:
         ({"kv_cache_memory_bytes": 100_000, "max_num_seqs": 9, "max_model_len": 64},
          r"no memory is left for recurrent states: 9 running requests need .*set --max-num-seqs \d or less, or raise "
          r"--kv-cache-memory-bytes \(now 100000\), or use --mamba-ssm-cache-dtype float16"),
-        ({"pipeline_parallel_size": 2},
-         "--pipeline-parallel-size 2: Qwen3_5ForCausalLM keeps recurrent states, .*not cut into stages"),
+        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "1,3"},
+         "--pipeline-parallel-size 2: stage 1 would have no layer with attention, and of such a model each needs one"),
     ],
     ids=["budget", "memory", "stages"],
 )  # fmt: skip
@@ -154,6 +154,21 @@ def test_two_ranks_answer_as_one(engine_of_family) -> None:
         scores = [found.logprob for found in wanted.logprobs]
         assert [found.logprob for found in answer.logprobs] == pytest.approx(scores, abs=2e-4)
     assert stats.num_state_restores == 3
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculative_config": '{"method": "ngram", "prompt_lookup_max": 1}'}])
+def test_two_stages_answer_as_one(tiny_model, engine, drafts: dict[str, Any]) -> None:
+    served = type(engine)(tiny_model("qwen3_5_text"))
+    few = {"allowed_token_ids": (5, 6, 7)}  # so that texts repeat themselves
+    batch = [(prompt, greedy(logprobs=1, **few)) for prompt in drawn(3, 90, 65, 130)]
+    options = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "max_model_len": 192}
+    (expected,), _ = served.run(batch, enable_prefix_caching=False, **options)
+    (answers, again), stats = served.run(batch, batch[1:], pipeline_parallel_size=2, **options, **drafts)
+    for answer, wanted in zip(answers + again, expected + expected[1:], strict=True):
+        assert answer.tokens == wanted.tokens
+        scores = [found.logprob for found in wanted.logprobs]
+        assert [found.logprob for found in answer.logprobs] == pytest.approx(scores, abs=2e-4)
+    assert stats.num_state_restores == 3 and (stats.num_drafts > 5) == bool(drafts)
 
 
 def test_a_model_without_states_has_none_to_store(tiny_model) -> None:
@@ -199,8 +214,12 @@ def test_states_of_sixteen_bits_are_near(tiny_model, engine, dtype: str) -> None
     assert near[0].logprobs != exact[0].logprobs
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
-def test_adapters_of_projections_are_as_merged(tiny_model, engine, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("qwen3_5_text", 1), ("qwen3_next", 1),
+     *(pytest.param(family, 2, marks=pytest.mark.slow) for family in ("qwen3_5_text", "qwen3_next"))],
+)  # fmt: skip
+def test_adapters_of_projections_are_as_merged(tiny_model, engine, tmp_path: Path, family: str, ranks: int) -> None:
     """Those of two adapters and of none at once, twice: snapshots of one are not another's."""
     folder = Path(tiny_model(family))
     targets = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj_a", "in_proj_ba", "out_proj", "q_proj", "o_proj")
@@ -210,6 +229,7 @@ def test_adapters_of_projections_are_as_merged(tiny_model, engine, tmp_path: Pat
 
     async def run() -> list[list[int]]:
         options = {"max_loras": 2, "max_lora_rank": 8, "max_model_len": 256, "max_num_batched_tokens": 128}
+        options["tensor_parallel_size"] = ranks
         async with running(folder, **options) as client:
             for index, adapter in enumerate(adapters):
                 if adapter is not None:
