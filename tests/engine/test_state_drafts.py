@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import vserve.engine.cache.batch as batch_module
@@ -287,6 +287,36 @@ def test_its_layer_drafts_what_plain_code_drafts(with_layer, proposed) -> None: 
                 assert drafts == oracle.drafts(history, 3, draw(sampling)), f"behind {len(history)} tokens"
                 checked += 1
     assert checked > 40 and stats.num_drafts > 40 and stats.num_state_restores > 0
+
+
+@pytest.mark.slow
+def test_names_and_experts_of_its_layer_are_told_by_the_file(
+    tiny_models,
+    draft_models,  # noqa: F811
+    engine,
+    proposed,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    """Names may be those beside pictures, and the layer's experts stored in another way than the model's."""
+    folder = tiny_models.tiny_checkpoint(tmp_path / "model", "qwen3_5_moe_text")
+    draft_models.with_mtp(folder)
+    options = {"speculative_config": mtp(3), "max_num_seqs": 8, "max_model_len": 192}
+    (answers,), _ = type(engine)(folder).run(requests(), **options)
+    expected = {tuple(history): drafts for history, _, drafts in proposed}
+    tensors = load_file(folder / "model.safetensors")
+    begin, count = "mtp.layers.0.mlp.experts.", 5
+    gate, up, down = (
+        torch.stack([tensors.pop(f"{begin}{index}.{name}_proj.weight") for index in range(count)])
+        for name in ("gate", "up", "down")
+    )
+    tensors |= {f"{begin}gate_up_proj": torch.cat((gate, up), dim=1), f"{begin}down_proj": down}
+    renamed = {name.replace("model.", "model.language_model."): tensor for name, tensor in tensors.items()}
+    save_file(renamed, folder / "model.safetensors", metadata={"format": "pt"})
+    proposed.clear()
+    (again,), _ = type(engine)(folder).run(requests(), **options)
+    same(again, answers)
+    alike = [expected[key] == drafts for history, _, drafts in proposed if (key := tuple(history)) in expected]
+    assert len(alike) > 40 and all(alike)
 
 
 @pytest.mark.slow
