@@ -108,6 +108,25 @@ def with_drafting_layer(folder: Path, own: bool) -> Path:
     return _save(folder, config, tensors)
 
 
+def with_mtp(folder: Path) -> Path:
+    """Of a hybrid that transformers has saved, whose last layer has attention, that layer becomes the one that drafts:
+    "mtp.…" as in Qwen 3.5. And a second one, which nobody reads."""
+    config = json.loads((folder / "config.json").read_text())
+    last = config["num_hidden_layers"] = config["num_hidden_layers"] - 1
+    config["layer_types"] = config["layer_types"][:last]
+    config["mtp_num_hidden_layers"] = 1
+    (file,) = folder.glob("*.safetensors")
+    tensors, generator = load_file(file), torch.Generator().manual_seed(13)
+    begin = f"model.layers.{last}."
+    tensors = {name.replace(begin, "mtp.layers.0."): tensor for name, tensor in tensors.items()}
+    tensors["mtp.layers.1.mlp.up_proj.weight"] = torch.zeros(1)
+    hidden = config["hidden_size"]
+    tensors["mtp.fc.weight"] = torch.randn(hidden, 2 * hidden, generator=generator) * 0.2
+    for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"):
+        tensors[f"mtp.{name}.weight"] = 0.3 * torch.randn(hidden, generator=generator)
+    return _save(folder, config, tensors)
+
+
 def _save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> Path:
     (folder / "config.json").write_text(json.dumps(config))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -213,7 +232,10 @@ class PlainLayer(Plain):
         t, prefix = self.t, self.prefix
         embedded = norm(t[f"{prefix}.embed_tokens.weight"][token_ids], t[f"{prefix}.enorm.weight"])
         both = torch.cat((embedded, norm(hidden, t[f"{prefix}.hnorm.weight"])), dim=-1)
-        x = functional.linear(both, t[f"{prefix}.eh_proj.weight"])[None]
+        return self.behind(functional.linear(both, t[f"{prefix}.eh_proj.weight"])[None])
+
+    def behind(self, x: Tensor) -> Tensor:
+        """What the layer makes of x [1, T, hidden]."""
         positions = torch.arange(x.shape[1])[None]
         mask = torch.full((1, 1, x.shape[1], x.shape[1]), float("-inf")).triu(1)
         rotated = self.target.model.rotary_emb(x, position_ids=positions)
@@ -223,3 +245,18 @@ class PlainLayer(Plain):
     def logits(self, hidden: Tensor) -> Tensor:
         normed = norm(hidden, self.t[f"{self.prefix}.shared_head.norm.weight"])
         return functional.linear(normed, self.t[f"{self.prefix}.shared_head.head.weight"])
+
+
+class PlainMTP(PlainLayer):
+    """Qwen 3.5's: fc over the normed embedding and hidden state, a layer with attention, a norm, the model's output
+    matrix. It goes on with what that norm has made. Norms multiply by one more than their weight."""
+
+    def run(self, token_ids: Tensor, hidden: Tensor) -> Tensor:
+        t = self.t
+        embedded = norm(t["model.embed_tokens.weight"][token_ids], 1 + t["mtp.pre_fc_norm_embedding.weight"])
+        both = torch.cat((embedded, norm(hidden, 1 + t["mtp.pre_fc_norm_hidden.weight"])), dim=-1)
+        out = self.behind(functional.linear(both, t["mtp.fc.weight"])[None])
+        return norm(out, 1 + t["mtp.norm.weight"])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return functional.linear(hidden, self.target.lm_head.weight)

@@ -64,7 +64,7 @@ class KVLayout:
         few = [pair for pair in zip(costs, layouts, strict=True) if pair[0] <= (1 + WORTH_GROUPS) * min(costs)]
         return min(few, key=lambda pair: (len(pair[1].groups), pair[0]))[1]
 
-    def of_stage(self, specs: Sequence[KVSpec], layers: range) -> KVLayout:
+    def of_stage(self, specs: Sequence[KVSpec], layers: Sequence[int]) -> KVLayout:
         """Of some of the layers, alike in everything that a scheduler sees: each of the groups here gets about as many
         of them. specs: of these layers, as this rank has them."""
         dealt: list[list[int]] = [[] for _ in self.groups]
@@ -132,7 +132,7 @@ def kv_layout(
     if stage.count == 1:
         return KVLayout.of([*model.kv_specs(), *drafting], block_size, max_model_len, format)
     whole = KVLayout.of(config.kv_specs(), block_size, max_model_len, format)
-    return whole.of_stage(model.kv_specs(), stage.indices(len(config.layers)))
+    return whole.of_stage(model.kv_specs(), config.kv_places(stage.indices(len(config.layers))))
 
 
 def blocks_held(num_tokens: int, window: int, chunk: int, block_size: int) -> int:

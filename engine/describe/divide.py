@@ -7,7 +7,16 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ModelError
-from ..families.layer_spec import AttentionSpec, DeltaSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..families.layer_spec import (
+    AttentionSpec,
+    DeltaSpec,
+    KVSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+    StateSpec,
+)
 from ..options.speculation import drafts_by_model
 
 if TYPE_CHECKING:
@@ -28,8 +37,6 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
         _check_foreign(config.foreign, size, expert_parallel)
     if not config.causal:
         _refuse(f"{config.architecture} reads texts both ways, which is not divided over ranks", size)
-    if config.has_state:
-        _refuse(f"{config.architecture} keeps recurrent states, and such a model is not divided over ranks", size)
     if (why := fault(config, size, expert_parallel)) is None:
         return
     possible = ", ".join(map(str, sizes(config, expert_parallel)))
@@ -42,7 +49,7 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
 
 def sizes(config: ModelConfig, expert_parallel: bool = False) -> list[int]:
     """Numbers of ranks that can share the model."""
-    if not config.causal or config.has_state or (config.foreign is not None and _undivided(config.foreign)):
+    if not config.causal or (config.foreign is not None and _undivided(config.foreign)):
         return [1]
     return [n for n in range(1, MOST + 1) if fault(config, n, expert_parallel) is None]
 
@@ -92,6 +99,13 @@ def kv_shares(config: ModelConfig, size: int, layers: Iterable[int] | None = Non
     return found
 
 
+def state_shares(config: ModelConfig, size: int, layers: Iterable[int] | None = None) -> list[StateSpec]:
+    """What a rank keeps of a request in each layer with a recurrent state, of `layers` (indexes) or all: of its
+    heads."""
+    mixers = (config.layers[index].mixer for index in (range(len(config.layers)) if layers is None else layers))
+    return [mixer.share(size).state for mixer in mixers if isinstance(mixer, DeltaSpec)]
+
+
 def whole_experts(num_experts: int, inner: int, size: int, quantised: bool, wanted: bool) -> bool:
     """Whether ranks hold whole experts, not a slice of each: where that is wanted, or slices would be too thin.
 
@@ -117,8 +131,8 @@ def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]
         if attention.num_heads % size:
             yield f"{attention.num_heads} attention heads"
     elif isinstance(attention, DeltaSpec):
-        if size > 1:
-            yield "a gated delta net"
+        if attention.num_key_heads % size:
+            yield f"{attention.num_key_heads} heads of keys of a gated delta net"
     elif isinstance(attention, AttentionSpec):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if heads % size or (keys % size and size % keys):
@@ -146,8 +160,6 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
         refuse(f"{config.architecture} is computed by transformers' code, which is not cut into stages", size)
     if not config.causal:
         refuse(f"{config.architecture} reads texts both ways, which is not cut into stages", size)
-    if config.has_state:
-        refuse(f"{config.architecture} keeps recurrent states, and such a model is not cut into stages", size)
     if not is_cut(config):
         refuse(f"layers of {config.architecture} read what others keep, and are not cut into stages", size)
     num_layers = len(config.layers)
@@ -167,11 +179,20 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
             f"--pipeline-parallel-size {size}: pictures add to the first {needed} layers, which have to be in one "
             f"stage, and the first stage has {len(first)}: take fewer stages, or --language-model-only"
         )
+    if config.has_state:
+        for number, part in enumerate(stage_layers(config, size, counts), 1):
+            kept = {config.layers[index].state is None for index in part}
+            if len(kept) < 2:
+                lacking = "a recurrent state" if kept == {True} else "attention"
+                raise ModelError(
+                    f"--pipeline-parallel-size {size}: stage {number} would have no layer with {lacking}, and of such "
+                    "a model each needs one: take fewer stages, or say --pipeline-layer-partition"
+                )
 
 
 def is_cut(config: ModelConfig) -> bool:
     """Whether stages can have some of the layers each: those of our own that need nothing of others but the stream."""
-    whole = (layer.attention is not None and layer.attention.kv.num_kv_heads for layer in config.layers)
+    whole = (layer.state or (layer.attention and layer.attention.kv.num_kv_heads) for layer in config.layers)
     alone = all(whole) and not any(layer.token_vector for layer in config.layers)
     return config.foreign is None and config.causal and alone
 

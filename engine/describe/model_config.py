@@ -14,7 +14,7 @@ from ..errors import ModelError
 from ..families.encoders import EncoderFamily, EncoderSpec, find_encoder
 from ..families.family import Family
 from ..families.head_spec import HeadSpec
-from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec, Names, StateSpec
+from ..families.layer_spec import AttentionSpec, DraftingSpec, FrameSpec, KVSpec, LayerSpec, Names, StateSpec
 from ..families.raw_config import architectures, model_type
 from ..families.refused import refusal
 from ..families.registry import find_family, generates_by_name, own_family
@@ -45,6 +45,7 @@ class ModelConfig:
     ignored: tuple[str, ...] = ()  # beginnings of names in the checkpoint that nothing needs
     longest: int = 0  # tokens that a context may have at most, 0: as many as the positions allow
     quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
+    drafting: DraftingSpec | None = None  # what a layer that drafts is called, where checkpoints have one
     head: HeadSpec | None = None  # what is behind the pooled hidden state
     generates: bool = True  # it has an output matrix
     pictures: bool = False  # it is a model of pictures and text
@@ -68,6 +69,11 @@ class ModelConfig:
         """Of the layers that keep keys and values."""
         found = (layer.attention.kv for layer in self.layers if layer.attention is not None)
         return [spec for spec in found if spec.num_kv_heads]
+
+    def kv_places(self, layers: range) -> list[int]:
+        """Where those of these layers that keep keys and values stand among all that do."""
+        keeping = [i for i, layer in enumerate(self.layers) if layer.attention and layer.attention.kv.num_kv_heads]
+        return [place for place, index in enumerate(keeping) if index in layers]
 
     def state_specs(self) -> list[StateSpec]:
         """Of the layers that keep a state in the place of keys and values."""

@@ -12,7 +12,7 @@ from ..errors import ModelError
 from ..families.encoders import EncoderFamily, find_encoder, layers_of
 from ..families.family import MAX_LAYERS, Family
 from ..families.head_spec import read_head
-from ..families.layer_spec import AttentionSpec, LayerSpec, MoESpec
+from ..families.layer_spec import AttentionSpec, DraftingSpec, LayerSpec, MoESpec
 from ..families.raw_config import RawConfig, architectures, dtype_name, flag, model_type
 from ..families.registry import find_family, is_known
 from ..families.vision_spec import VisionSpec
@@ -229,7 +229,8 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         frame=family.frame(values),
         names=family.names,
         other_names=family.other_names,
-        ignored=(*family.ignored, *_drafting_layers(family, values)),
+        ignored=(*family.ignored, *(drafting := _drafting_layers(family, values))),
+        drafting=family.drafting or (DraftingSpec(f"model.layers.{len(layers)}.") if drafting else None),
         head=head,
         generates=head is None and purpose.runner != "pooling" and causal,
         causal=causal,
@@ -303,7 +304,7 @@ def _refuse_generation(raw: Mapping[str, Any], purpose: Purpose) -> None:
 
 
 def _drafting_layers(family: Family, raw: RawConfig) -> list[str]:
-    """What the names of layers begin with that draft further tokens, which is not done."""
+    """What the names of layers begin with that draft further tokens, and are none of the model's own."""
     count = (raw.optional_count(family.drafts) if raw.get(family.drafts) else 0) if family.drafts else 0
     first, found = raw.count("num_hidden_layers"), []
     for names in (family.names, *family.other_names):

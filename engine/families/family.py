@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
-from .layer_spec import Activation, AttentionSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, Names
+from .layer_spec import Activation, AttentionSpec, DraftingSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, Names
 from .raw_config import RawConfig
 from .rope_config import RopeConfig, read_rope, rotated_share
 from .vision_spec import VisionSpec
@@ -49,6 +49,7 @@ class Family:
     other_names: tuple[Names, ...] = ()
     ignored: tuple[str, ...] = ()
     drafts: str = ""  # the key of how many layers its checkpoints have behind the last one, which draft tokens
+    drafting: DraftingSpec | None = None  # such a layer, where it is not named as a further one of the model
     nested: str = ""  # the key of the object in config.json that describes the decoder, which is beside pictures
     varied: bool = False  # that object names the family of text, which may be any
     foreign: bool = True  # whether transformers' code computes it, too, on this cache

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .rope_config import RopeConfig
@@ -27,6 +27,21 @@ class KVSpec:
     @property
     def token_elements(self) -> int:
         return self.num_kv_heads * (self.head_dim + (0 if self.shared else self.value_dim))
+
+
+@dataclass(frozen=True)
+class DraftingSpec:
+    """A layer behind a model's last one that drafts (multi-token prediction), by its names in a checkpoint."""
+
+    prefix: str  # of them all
+    layer: str = ""  # behind that, where a dot follows: of the decoder layer
+    embedding_norm: str = "enorm"
+    hidden_norm: str = "hnorm"
+    join: str = "eh_proj"  # of embedding and hidden state
+    norm: str = "shared_head.norm"  # before the output matrix
+    embedding: str = "embed_tokens"  # where it has one of its own
+    lm_head: str = "shared_head.head"  # the same; "": it never has
+    goes_on_normed: bool = False  # with what that norm makes it drafts the next token, else with what goes into it
 
 
 @dataclass(frozen=True)
@@ -161,6 +176,10 @@ class DeltaSpec:
     def channels(self) -> int:
         """Of the convolution."""
         return 2 * self.key_size + self.value_size
+
+    def share(self, size: int) -> DeltaSpec:
+        """Of each of so many ranks, which have as many heads."""
+        return replace(self, num_key_heads=self.num_key_heads // size, num_value_heads=self.num_value_heads // size)
 
     @property
     def state(self) -> StateSpec:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ..errors import ModelError
 from .family import Family, activation_of, attention_spec, dense_or_mixture, expert_counts, layer_count, mlp_spec
-from .layer_spec import DeltaSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, RoutingSpec
+from .layer_spec import DeltaSpec, DraftingSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, RoutingSpec
 from .qwen import ROUTER_NAMES
 from .raw_config import RawConfig
 from .towers import qwen3_5_vision
@@ -107,26 +107,30 @@ _OWN = {
 }  # fmt: skip
 _IGNORED = ("mtp.", "model.visual.", "visual.")  # the layer that drafts, and what looks at pictures
 _TEXT = (("model.", "model.language_model."),)  # beside pictures
+_MTP = DraftingSpec(
+    "mtp.", "layers.0.", "pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc", "norm", lm_head="", goes_on_normed=True
+)
 
 QWEN3_5 = Family(
     "Qwen3_5ForCausalLM", "qwen3_5_text", qwen3_5_layers, _frame,
-    own=_OWN, other_names=(_TEXT,), ignored=_IGNORED, foreign=False,
+    own=_OWN, other_names=(_TEXT,), ignored=_IGNORED, drafting=_MTP, foreign=False,
 )  # fmt: skip
 QWEN3_5_PICTURES = Family(
     "Qwen3_5ForConditionalGeneration", "qwen3_5", qwen3_5_layers, _frame,
-    own=_OWN, nested="text_config", names=_TEXT, other_names=((),), ignored=_IGNORED, foreign=False,
+    own=_OWN, nested="text_config", names=_TEXT, other_names=((),), ignored=_IGNORED, drafting=_MTP, foreign=False,
     vision=qwen3_5_vision,
 )  # fmt: skip
 QWEN3_5_MOE = Family(
     "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", qwen3_5_moe_layers, _frame,
-    own=_OWN, names=ROUTER_NAMES, other_names=((*ROUTER_NAMES, *_TEXT),), ignored=_IGNORED, foreign=False,
+    own=_OWN, names=ROUTER_NAMES, other_names=((*ROUTER_NAMES, *_TEXT),), ignored=_IGNORED, drafting=_MTP,
+    foreign=False,
 )  # fmt: skip
 QWEN3_5_MOE_PICTURES = Family(
     "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5_moe_layers, _frame,
     own=_OWN, nested="text_config", names=(*ROUTER_NAMES, *_TEXT), other_names=(ROUTER_NAMES,), ignored=_IGNORED,
-    foreign=False, vision=qwen3_5_vision,
+    drafting=_MTP, foreign=False, vision=qwen3_5_vision,
 )  # fmt: skip
 QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM", "qwen3_next", qwen3_next_layers, _frame, own=_OWN, names=ROUTER_NAMES, ignored=_IGNORED,
-    foreign=False,
+    drafting=_MTP, foreign=False,
 )  # fmt: skip

@@ -24,9 +24,12 @@ class Vectors(nn.Module):
     A_log: nn.Parameter
     dt_bias: nn.Parameter
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, place: Placement) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, place: Placement, rows: Tensor | None = None
+    ) -> None:
+        """rows int64: of each of them that this rank has; None: all."""
         super().__init__()
-        self.shapes, self.dtype, self.place = dict(shapes), dtype, place
+        self.shapes, self.dtype, self.place, self.rows = dict(shapes), dtype, place, rows
 
     def choose(self, formats: Mapping[str, Format]) -> None:
         assert not formats, "no format stores vectors"
@@ -36,11 +39,12 @@ class Vectors(nn.Module):
 
     def create(self) -> None:
         for name, shape in self.shapes.items():
+            shape = shape if self.rows is None else (len(self.rows), *shape[1:])
             setattr(self, name, frozen(torch.empty(shape, dtype=self.dtype, device=self.place.device)))
 
     def load(self, part: str, tensors: Mapping[str, Tensor]) -> None:
         for name, tensor in tensors.items():
-            self.get_parameter(name).copy_(tensor)
+            self.get_parameter(name).copy_(tensor if self.rows is None else tensor[self.rows.to(tensor.device)])
 
     def finish(self) -> None:
         pass
@@ -52,16 +56,22 @@ class Vectors(nn.Module):
 
 class DeltaNet(nn.Module):
     """One layer: a short convolution of queries, keys and values, the gated delta rule, a norm of each head times the
-    output gate."""
+    output gate. Of this rank's heads."""
 
     norm: Norm
 
     def __init__(self, spec: DeltaSpec, eps: float, place: Placement) -> None:
         super().__init__()
-        self.delta, self.spec = spec, spec.state
-        self.conv = Vectors({"weight": (spec.channels, 1, spec.conv_width)}, place.dtype, place)
+        self.delta = spec.share(place.tp_size)
+        self.spec = self.delta.state
+        channels = of_heads = None  # what this rank has of them; None: all
+        if place.tp_size > 1:
+            sizes = (spec.key_size, spec.value_size, spec.num_value_heads)
+            keys, values, of_heads = (_mine(place, size) for size in sizes)
+            channels = torch.cat((keys, spec.key_size + keys, 2 * spec.key_size + values))
+        self.conv = Vectors({"weight": (spec.channels, 1, spec.conv_width)}, place.dtype, place, channels)
         heads = (spec.num_value_heads,)
-        self.decay = Vectors({"A_log": heads, "dt_bias": heads}, torch.float32, place)
+        self.decay = Vectors({"A_log": heads, "dt_bias": heads}, torch.float32, place, of_heads)
         self.norm = make_norm("rms", (spec.value_dim,), eps, place)
         self.ring: Tensor | None = None
         self.matrices: Tensor | None = None
@@ -91,3 +101,9 @@ class DeltaNet(nn.Module):
             mixed, gates, weight, self.decay.A_log, self.decay.dt_bias, ring, matrices, step, spec.num_key_heads
         )
         return gated_rms_norm(out, z, self.norm.weight, self.norm.eps, spec.gate)
+
+
+def _mine(place: Placement, length: int) -> Tensor:
+    """This rank's of so many rows, int64."""
+    start, share = place.span(length)
+    return torch.arange(start, start + share)

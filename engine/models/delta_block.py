@@ -23,21 +23,29 @@ class DeltaBlock(nn.Module):
 
     def __init__(self, spec: DeltaSpec, config: ModelConfig, place: Placement) -> None:
         super().__init__()
-        heads, hidden = spec.num_value_heads, config.hidden_size
-        self.sizes = [spec.channels, spec.value_size]
+        heads, hidden, keys = spec.num_value_heads, config.hidden_size, spec.key_size
+        share = spec.share(place.tp_size)
+        self.sizes = [share.channels, share.value_size]
         parts, gates = {"qkv": spec.channels, "z": spec.value_size}, {"b": heads, "a": heads}
+        pieces = {"qkv": (keys, keys, spec.value_size), "qkvz": (keys, keys, spec.value_size, spec.value_size)}
         order: Mapping[str, Tensor] = {}
         if spec.by_head:
-            parts, gates = {"qkvz": sum(self.sizes)}, {"ba": 2 * heads}
+            parts, gates = {"qkvz": spec.channels + spec.value_size}, {"ba": 2 * heads}
             values = spec.value_size // spec.num_key_heads
             order = {
                 "qkvz": _by_part(spec.num_key_heads, [spec.key_dim, spec.key_dim, values, values]),
                 "ba": _by_part(spec.num_key_heads, [heads // spec.num_key_heads] * 2),
             }
-        self.qkvz = Linear(hidden, parts, place=place, row_order={k: v for k, v in order.items() if k in parts})
-        self.gates = Linear(hidden, gates, place=place, row_order={k: v for k, v in order.items() if k in gates})
+        self.qkvz = Linear(
+            hidden, parts, place=place, rule="column", pieces=pieces,
+            row_order={part: rows for part, rows in order.items() if part in parts},
+        )  # fmt: skip
+        self.gates = Linear(
+            hidden, gates, place=place, rule="column", pieces={"ba": (heads, heads)},
+            row_order={part: rows for part, rows in order.items() if part in gates},
+        )  # fmt: skip
         self.delta = DeltaNet(spec, config.norm_eps, place)
-        self.output = Linear(spec.value_size, {"out": hidden}, place=place, rule="row")
+        self.output = Linear(spec.value_size, {"out": hidden}, place=place, rule="row", unit=spec.value_dim)
         keep_at_hand(self)
 
     def weight_map(self, prefix: str) -> WeightMap:

@@ -274,6 +274,11 @@ def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan
     if (stages := runner.model.place.stage.count) > 1:
         device += f", stage {stage_of(rank, world.size, stages) + 1} of {stages}"
     least: dict[str, Any] = dict(zip(names, found[rank], strict=True))
+    if runner.cache.states is not None:  # each rank has room for as many as it has planned, and so for the fewest
+        states = plan.states or StateSlots(0, 0, 0)
+        slots = gather(world, runner.device, [states.running, states.snapshots, states.slot_bytes])
+        running, snapshots, _ = map(min, zip(*slots, strict=True))
+        least["states"] = StateSlots(slots[rank][2], running, snapshots) if running else None
     return dataclasses.replace(plan, tightest=f"rank {rank} of {world.size} ({device})", **least)
 
 

@@ -22,7 +22,7 @@ from ..options.config import EngineConfig, SchedulerConfig
 from ..options.speculation import NO_DRAFTS, Speculation, read_speculation
 from ..schedule.planner import FEW_DECODES
 from .memory import MemoryPlan
-from .state_slots import check_state_heads, choose_state_dtype, seqs_beside_chunk, state_dtype
+from .state_slots import check_state_heads, choose_state_dtype, seqs_beside_chunk, state_chunk, state_dtype
 
 # Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
 LARGE_CHUNKS = (2, 4)
@@ -377,11 +377,6 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
     speculation = read_speculation(config.speculative_config)
     if speculation is None:
         return NO_DRAFTS
-    if model.has_state:
-        raise ConfigError(
-            f"--speculative-config: {model.architecture} keeps recurrent states, beside which nothing is drafted: "
-            "leave it out"
-        )
     if not model.generates:
         raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")
     if speculation.acceptance and config.load_format != "dummy":
@@ -391,11 +386,13 @@ def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, se
         )
     if speculation.by_model:
         check_draftable(config, model, speculation)
-    speculation = speculation.within(seqs, tokens, max(2, config.pipeline_parallel_size + 1))
+    prompts = state_chunk(config) if model.has_state else 0  # beside everybody's drafts
+    speculation = speculation.within(seqs, tokens - prompts, max(2, config.pipeline_parallel_size + 1))
     if any(drafts for _, drafts in speculation.depths):
         return speculation
     raise ConfigError(
-        f"--speculative-config: a step of {tokens} tokens has no room for drafts; raise --max-num-batched-tokens"
+        f"--speculative-config: a step of {tokens} tokens has no room for drafts"
+        f"{f' beside {prompts} of a prompt' if prompts else ''}; raise --max-num-batched-tokens"
     )
 
 

@@ -12,7 +12,7 @@ from ..cache.kv_format import KVFormat, planned_format
 from ..cache.kv_layout import KVLayout
 from ..cache.latent_prompts import LatentPrompts
 from ..cache.states import StateLayout
-from ..describe.divide import check_divides, kv_shares, stage_layers
+from ..describe.divide import check_divides, kv_shares, stage_layers, state_shares
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..files.checkpoint import checkpoint_bytes
@@ -159,10 +159,11 @@ def _room(
     specs = kv_shares(model, ranks)
     layout = KVLayout.of(specs, config.block_size, settings.max_model_len, format)
     if stage.count > 1:
-        layers = stage.indices(len(model.layers))
+        layers = model.kv_places(stage.indices(len(model.layers)))
         layout = layout.of_stage([specs[index] for index in layers], layers)
+    mine = stage.indices(len(model.layers)) if stage.count > 1 else None
     each, states = layout.block_bytes(item) + layout.page_bytes, None
-    slots = StateLayout.of(model.state_specs(), 0, settings.state_dtype)
+    slots = StateLayout.of(state_shares(model, ranks, mine), settings.speculation.num_drafts, settings.state_dtype)
     if slots is not None and cache > 0:  # else the model itself does not fit
         advice = f"take another card than {card.name}"
         states = divide_cache(cache, slots.slot_bytes(item), each, config, settings.max_num_seqs, advice)

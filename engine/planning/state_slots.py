@@ -83,10 +83,15 @@ def _snapshots(left: int, slot_bytes: int, block_bytes: int, config: EngineConfi
     return max(0, min(share // slot_bytes, useful))
 
 
+def state_chunk(config: EngineConfig) -> int:
+    """Tokens at multiples of which prompts are cut where there are recurrent states."""
+    return lcm(SchedulerConfig.state_snapshot_tokens, config.block_size)
+
+
 def seqs_beside_chunk(config: EngineConfig, tokens: int, seqs: int) -> int:
     """How many requests may run where steps have so many tokens: of recurrent states, prompts in chunks would else wait
     for those who decode to end. Raises ConfigError where more were named."""
-    chunk = lcm(SchedulerConfig.state_snapshot_tokens, config.block_size)
+    chunk = state_chunk(config)
     if config.max_num_seqs is None and tokens >= chunk:
         return min(seqs, tokens - chunk + 1)
     if tokens < (needed := seqs - 1 + chunk):

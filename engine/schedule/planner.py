@@ -245,9 +245,9 @@ class Planner:
             return
         num_spare = int(bool(self.roster.waiting and self.roster.free_rows))
         for request in requests:
-            num_new = step.scheduled[request]
-            if num_new == 1 and request.num_computed_tokens % state.interval:
-                continue
+            num_new, computed = step.scheduled[request], request.num_computed_tokens
+            if computed % state.interval > state.doubt and (num_new == 1 or computed + 1 == request.target):
+                continue  # it decodes, and no boundary is near
             if (export := state.export(request, num_new, num_spare, step.registered)) is not None:
                 step.exports.append(export)
 

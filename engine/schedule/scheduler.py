@@ -35,15 +35,16 @@ class Scheduler:
         assert 1 + config.depth * config.max_drafts <= config.max_num_batched_tokens, "what windows keep of a request"
         assert config.scheduling_policy in ("fcfs", "priority") and config.depth >= 1
         if config.num_state_slots:
-            assert not config.max_drafts, "drafts are not folded into recurrent states"
             assert config.grain > 1, "a prompt's chunk of one token would count as a decode"
-            least = config.max_num_seqs - 1 + config.grain
+            others = config.max_num_seqs - 1
+            decoded = max([others, *(min(most, others) * (1 + drafts) for most, drafts in config.draft_depths)])
+            least = decoded + config.grain
             if config.max_num_batched_tokens < least:
                 raise ConfigError(
                     f"--max-num-batched-tokens {config.max_num_batched_tokens} leaves no room for {config.grain} "
-                    f"tokens of a prompt beside {config.max_num_seqs - 1} requests that decode, and prompts of a model "
-                    f"with recurrent state are cut at multiples of {config.grain}: raise it to {least}, or lower "
-                    "--max-num-seqs"
+                    f"tokens of a prompt beside {decoded} tokens and drafts of {others} requests that decode, and "
+                    f"prompts of a model with recurrent state are cut at multiples of {config.grain}: raise it to "
+                    f"{least}, or lower --max-num-seqs"
                 )
         self.config = config
         self.kv = KVCacheManager(config)

@@ -6,7 +6,9 @@ exported to other slots, at multiples of `grain` tokens: snapshots, which a late
 from. They are slots that nobody references, under the key of the prefix's last block, and go when a slot is needed, the
 least recently used one first.
 
-Every step folds a row's tokens but one that samples, whose last token may be taken back (`Scheduler.postpone`).
+Every step folds a row's tokens but one that samples, whose last token may be taken back (`Scheduler.postpone`), as
+drafts may. How far a row is that takes drafts, the device alone knows: the plans from the first in which it may pass a
+boundary to the first in which it surely has bear one and the same export, and the device writes it in one of them.
 """
 
 from __future__ import annotations
@@ -35,12 +37,13 @@ class Held:
 
     slot: int
     source: int  # the snapshot that its state begins with, referenced until the plan is made; NULL_SLOT: none
-    # Tokens that its state holds when the plans so far have run; while it decodes that grows with every step, and here
-    # with exports alone: no token that is not in the state counts.
+    # Tokens that its state holds when the plans so far have run, at most; while it decodes that grows with every step,
+    # and here only where a boundary is near.
     folded: int
     junction: int  # tokens of the longest prefix that attention alone would have found, in whole grains
     prompt_end: int  # of those known when it starts, in whole grains
     decoded: tuple[int, bytes] | None = None  # slot and key of its newest snapshot since it decodes
+    due: Pending | None = None  # the snapshot that its plans bear until one has surely passed the boundary
 
 
 @dataclass(slots=True, eq=False)
@@ -48,10 +51,12 @@ class Pending:
     """A snapshot that a plan writes, which nobody can find yet."""
 
     request: Request
+    boundary: int  # tokens
     index: int  # of the block with whose key it will be found
     slot: int
-    registered: Registered  # of the step that writes it
+    registered: Registered  # of the step that writes it, at the latest
     decoded: bool
+    written: bool = False  # when the plans given out have run
 
     @property
     def key(self) -> bytes | None:
@@ -67,6 +72,8 @@ class StateGroup:
         self.pool = BlockPool(config.num_state_slots)
         self.block_size, self.grain = config.block_size, config.grain
         self.interval = lcm(DECODED * config.state_snapshot_tokens, config.block_size)
+        # Who decodes and is further than this behind a boundary, by the host's count, has surely passed it.
+        self.doubt = (config.depth + 1) * config.max_drafts
         self.caching, self.chunked = config.enable_prefix_caching, config.enable_chunked_prefill
         self.held: dict[int, Held] = {}  # by request id
         self.pending: list[Pending] = []
@@ -126,25 +133,45 @@ class StateGroup:
         return held.slot, source
 
     def free(self, request: Request) -> None:
-        """It runs no longer. What it exports will be found nevertheless."""
-        self.pool.release([self.held.pop(request.id).slot])
+        """It runs no longer. What it has surely exported will be found nevertheless."""
+        held = self.held.pop(request.id)
+        self.pool.release([held.slot])
+        if held.due is not None:
+            self._drop(lambda snapshot: snapshot is held.due)
 
     def export(self, request: Request, num_new: int, num_spare: int, registered: Registered) -> StateExport | None:
         """What a step that computes `num_new` tokens of this request is to write besides, None for nothing: a snapshot
         at the junction, at the end of its prompt, or one of every `interval` tokens that it decodes.
 
-        `num_spare`: free slots that are not to be taken for that. `registered`: of the step. That the device passes
-        the boundary in this step is certain: without drafts, the host's count is the device's.
+        `num_spare`: free slots that are not to be taken for that. `registered`: of the step.
         """
         start, held = request.num_computed_tokens, self.held[request.id]
-        end = start + num_new
-        folds_to = end - (end == request.target)
-        boundary = next((b for b in (held.junction, held.prompt_end) if held.folded < b <= folds_to), 0)
-        decoded = not boundary and num_new == 1 and held.folded < start and start % self.interval == 0
-        if decoded:
-            boundary = start
-        held.folded = folds_to
-        if not boundary or not self.caching:
+        if start + 1 == request.target:  # it decodes, and folds no token of this step
+            boundary, folds_to = start - start % self.interval, start
+            boundary = boundary if held.folded < boundary else 0
+        else:
+            end = start + num_new
+            folds_to = end - (end == request.target)
+            boundary = next((b for b in (held.junction, held.prompt_end) if held.folded < b <= folds_to), 0)
+        held.folded = max(held.folded, folds_to)
+        snapshot = held.due
+        if snapshot is None and boundary:
+            snapshot = self._take(request, boundary, num_spare, registered, decoded=folds_to == start)
+        if snapshot is None:
+            return None
+        held.due = snapshot
+        if folds_to - request.num_in_flight_drafts >= snapshot.boundary:
+            held.due, snapshot.written, snapshot.registered = None, True, registered
+            self.num_exports += 1
+            if snapshot.key is not None:
+                self.coming.add(snapshot.key)
+        return StateExport(row_of(request), snapshot.boundary, snapshot.slot)
+
+    def _take(
+        self, request: Request, boundary: int, num_spare: int, registered: Registered, decoded: bool
+    ) -> Pending | None:
+        """A slot for a snapshot; None: nobody needs it, or there is none."""
+        if not self.caching:
             return None
         index, hashes = boundary // self.block_size - 1, request.block_hashes
         key = hashes[index] if index < len(hashes) else None
@@ -153,12 +180,10 @@ class StateGroup:
         if self.pool.num_free <= num_spare:
             self.num_skipped_exports += 1
             return None
-        if key is not None:
-            self.coming.add(key)
         (slot,) = self.pool.take_many(1)
-        self.pending.append(Pending(request, index, slot, registered, decoded))
-        self.num_exports += 1
-        return StateExport(row_of(request), boundary, slot)
+        snapshot = Pending(request, boundary, index, slot, registered, decoded)
+        self.pending.append(snapshot)
+        return snapshot
 
     def is_coming(self, keys: Sequence[bytes]) -> bool:
         """Whether the plan in the making writes a snapshot of one of these: it can be found with the next plan."""
@@ -171,7 +196,7 @@ class StateGroup:
         if self.pending:
             pending, self.pending = self.pending, []
             for snapshot in pending:
-                if snapshot.key is None and not snapshot.request.finished:
+                if not snapshot.written or (snapshot.key is None and not snapshot.request.finished):
                     self.pending.append(snapshot)
                 else:
                     self._register(snapshot)
@@ -210,6 +235,8 @@ class StateGroup:
         gone = [snapshot for snapshot in self.pending if which(snapshot)]
         if gone:
             self.pending = [snapshot for snapshot in self.pending if snapshot not in gone]
+            for held in self.held.values():
+                held.due = None if held.due in gone else held.due
             self.pool.release([snapshot.slot for snapshot in gone])
 
     def counts(self) -> dict[str, Any]:
@@ -234,7 +261,9 @@ class StateGroup:
         for id, held in self.held.items():
             refs[held.slot] += 1
             refs[held.source] += held.source not in (NULL_SLOT, held.slot)
-            require(held.folded <= running[id].num_computed_tokens, f"{running[id]}: a state ahead of its tokens")
+            most = running[id].num_computed_tokens + self.doubt  # what it was, before drafts turned out wrong
+            require(held.folded <= most, f"{running[id]}: a state ahead of its tokens")
+            require(held.due is None or held.due in self.pending, f"{running[id]}: a snapshot that is not on its way")
         for snapshot in self.pending:
             refs[snapshot.slot] += 1
         require(refs == self.pool.refs, "reference counts differ from the slots held and written")

@@ -115,7 +115,12 @@ def check_draft_model(folder: Path, draft: ModelConfig, target: ModelConfig) -> 
     """Raises ModelError where a model does not draft for this target."""
     if draft.vocab_size != target.vocab_size:
         raise ModelError(_other_vocabulary(folder, draft.vocab_size, target.vocab_size))
-    if draft.foreign is not None or not draft.causal or not draft.generates or draft.has_state:
+    if draft.has_state:
+        raise ModelError(
+            f"{folder}: {draft.architecture} keeps recurrent states, and so does nobody who drafts: use a smaller "
+            'model with attention alone, or {"method": "mtp"} where the model has a layer that drafts'
+        )
+    if draft.foreign is not None or not draft.causal or not draft.generates:
         raise ModelError(f"{folder}: {draft.architecture} does not draft: use a model such as Llama or Qwen 3")
 
 

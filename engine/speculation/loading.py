@@ -76,7 +76,8 @@ def _find(folder: Path, settings: Speculation, target: ModelConfig) -> Draft:
     raw, headers = read_config(folder), open_checkpoint(folder).headers
     if settings.method == "mtp":
         check_has_layer(folder, headers, target)
-        prefix = f"model.layers.{len(target.layers)}."
+        assert target.drafting is not None, "checked"
+        prefix = target.named(target.drafting.prefix)
         return Draft(folder, settings, None, {name: info for name, info in headers.items() if name.startswith(prefix)})
     found = infer_method(folder, raw, headers)
     if settings.method and settings.method != found:

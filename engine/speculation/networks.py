@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from ..layers.rope import RotaryEmbedding
 from ..models.attention_block import AttentionBlock
 from ..models.blocks import CausalLM, DecoderLayer, summands
 from ..models.delta_block import DeltaBlock
-from ..models.mlp import MLP
+from ..models.mlp import MLP, with_stored_experts
 from ..models.model import Features
 from ..parallel.group import ALONE, Group
 from ..quant.format import TensorInfo
@@ -157,23 +158,37 @@ class MTPHead(OnTarget):
     def __init__(
         self, config: ModelConfig, target: CausalLM, headers: Mapping[str, TensorInfo], place: Placement
     ) -> None:
-        """config: of the target with all of its layers."""
+        """config: of the target with all of its layers, of which the last with attention is like this one. headers: of
+        the checkpoint, or of what stands under the layer's prefix."""
         super().__init__(target, place)
-        self.config = config
-        hidden, spec = config.hidden_size, config.layers[-1]
-        self.prefix = f"model.layers.{len(config.layers)}"
+        names = config.drafting
+        assert names is not None, "checked before"
+        index = max(index for index, layer in enumerate(config.layers) if layer.attention is not None)
+        alone = replace(config, layers=(config.layers[index],), ignored=())
+        own = {name: info.shape for name, info in headers.items() if name.startswith(config.named(names.prefix))}
+        self.config, self.names = config, names
+        hidden, (spec,) = config.hidden_size, with_stored_experts(alone, own).layers
 
         def norm() -> Norm:
             return make_norm(config.frame.norm, (hidden,), config.norm_eps, place)
 
         self.features = Features((), hidden, place)
-        self.embedding_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
+        self.embedding_norm, self.hidden_norm = norm(), norm()
         self.join = Linear(2 * hidden, {"out": hidden}, place=place)
-        self.layer = DecoderLayer(spec, config, len(config.layers) - 1, target.rotary, place)
-        self.end = NoNorm(spec.residual_scale, summands(config, len(config.layers) - 1, place))
-        has = {name: f"{self.prefix}.{name}.weight" in headers for name in ("embed_tokens", "shared_head.head")}
-        self.embedding = Embedding(config.vocab_size, hidden, place) if has["embed_tokens"] else None
-        self.lm_head = LMHead(config.vocab_size, hidden, place) if has["shared_head.head"] else None
+        self.layer = DecoderLayer(spec, config, index, target.rotary, place)
+        scale, group = spec.residual_scale, summands(config, index, place)
+        self.end: Norm | NoNorm = NoNorm(scale, group)
+        self.norm: Norm | None = norm()
+        if names.goes_on_normed:
+            self.end, self.norm = make_norm(
+                config.frame.norm, (hidden,), config.norm_eps, place, scale=scale, group=group
+            ), None  # fmt: skip
+
+        def has(name: str) -> bool:
+            return bool(name) and f"{config.named(names.prefix + name)}.weight" in headers
+
+        self.embedding = Embedding(config.vocab_size, hidden, place) if has(names.embedding) else None
+        self.lm_head = LMHead(config.vocab_size, hidden, place) if has(names.lm_head) else None
         self.eval()
 
     def read_features(self, features: Tensor) -> Tensor:
@@ -189,11 +204,13 @@ class MTPHead(OnTarget):
         both = (self.embedding_norm(None, embeddings)[0], self.hidden_norm(None, hidden)[0])
         residual = self.join(torch.cat(both, dim=-1))
         x, residual = self.layer(None, residual, positions, batch, wanted)
-        return self.end(x, residual)[0]
+        hidden = self.end(x, residual)[0]
+        assert isinstance(hidden, Tensor)
+        return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[N, hidden] → fp32 [N, vocab]."""
-        normed, _ = self.norm(None, hidden)
+        normed = hidden if self.norm is None else self.norm(None, hidden)[0]
         assert isinstance(normed, Tensor)
         return self.target.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
@@ -202,37 +219,39 @@ class MTPHead(OnTarget):
         return [self.layer.mixer.attention]
 
     def weight_map(self) -> WeightMap:
-        prefix = self.prefix
+        names, norm = self.names, self.end if self.norm is None else self.norm
+        assert isinstance(norm, Norm)
         found: WeightMap = {
-            f"{prefix}.enorm": (self.embedding_norm, ""),
-            f"{prefix}.hnorm": (self.hidden_norm, ""),
-            f"{prefix}.eh_proj": (self.join, "out"),
-            f"{prefix}.shared_head.norm": (self.norm, ""),
-            **self.layer.weight_map(prefix),
+            names.embedding_norm: (self.embedding_norm, ""),
+            names.hidden_norm: (self.hidden_norm, ""),
+            names.join: (self.join, "out"),
+            names.norm: (norm, ""),
+            **self.layer.weight_map(names.layer.removesuffix(".")),
         }
         if self.embedding is not None:
-            found[f"{prefix}.embed_tokens"] = (self.embedding, "")
+            found[names.embedding] = (self.embedding, "")
         if self.lm_head is not None:
-            found[f"{prefix}.shared_head.head"] = (self.lm_head, "out")
-        return {self.config.named(path): holder for path, holder in found.items()}
+            found[names.lm_head] = (self.lm_head, "out")
+        return {self.config.named(f"{names.prefix}{path.removeprefix('.')}"): at for path, at in found.items()}
 
     def is_ignorable(self, name: str) -> bool:
         """What is the target's, or of further layers like this one."""
-        return not name.startswith(f"{self.prefix}.") or name.endswith(".rotary_emb.inv_freq")
+        prefix, layer = (self.config.named(path) for path in (self.names.prefix, self.names.prefix + self.names.layer))
+        further = self.names.layer and name.startswith(f"{prefix}layers.") and not name.startswith(layer)
+        return bool(further) or not name.startswith(prefix) or name.endswith(".rotary_emb.inv_freq")
 
 
 def check_has_layer(folder: Path, headers: Mapping[str, TensorInfo], target: ModelConfig) -> None:
     """Raises ModelError where nothing stands behind the last layer."""
-    prefix = f"model.layers.{len(target.layers)}."
-    if prefix not in target.ignored:
+    names = target.drafting
+    if names is None:
         raise ModelError(
             f"{target.architecture} has no layers for multi-token prediction, or config.json names none "
             "(num_nextn_predict_layers): use another method"
         )
-    if f"{prefix}eh_proj.weight" not in headers:
+    if (join := f"{target.named(names.prefix + names.join)}.weight") not in headers:
         raise ModelError(
-            f"{folder} lacks {prefix}eh_proj.weight, the layer that drafts: download the whole model, or "
-            "use another method"
+            f"{folder} lacks {join}, the layer that drafts: download the whole model, or use another method"
         )
 
 

@@ -291,7 +291,7 @@ class ModelRunner:
             embeddings = None if self.relay.stage.is_first else residual
             hidden = self.model(batch.input_ids, batch.rope_positions, batch.attention, embeddings, wanted)
             if not self.is_last:
-                return residual.copy_(hidden)
+                hidden, late = residual.copy_(hidden), None
         self.builder.folded(batch)
         return hidden if late is None else hidden.index_select(0, late)
 

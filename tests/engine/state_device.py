@@ -17,14 +17,13 @@ from vserve.engine.options.config import SchedulerConfig
 
 from .test_scheduler_properties import GARBAGE, Device, Row, Simulation, most_held, next_state
 
-RING = 8  # positions whose inputs a slot keeps: those a convolution of width 4 sees, and those not folded yet
 SEEN = 3  # inputs before a token's own that its convolution sees
 
 
 @dataclass
 class Slot:
     state: int | None = None  # after some tokens, how many the row or the snapshot's user knows; None: never written
-    ring: dict[int, tuple[int, int]] = field(default_factory=dict)  # position % RING → (position, token)
+    ring: dict[int, tuple[int, int]] = field(default_factory=dict)  # position % size → (position, token)
 
     def copy(self) -> Slot:
         return Slot(self.state, dict(self.ring))
@@ -49,6 +48,8 @@ class StateDevice(Device):
     def __init__(self, config: SchedulerConfig, salts: dict[int, str | None]) -> None:
         super().__init__(config, salts)
         self.slots = [Slot() for _ in range(config.num_state_slots)]
+        # Positions whose inputs a slot keeps: what a convolution sees, what is not folded yet, and what a step writes.
+        self.ring = SEEN + 2 * (1 + config.max_drafts)
         self.exports: dict[int, StateExport] = {}  # of a step, by row
         self.by_number: Mapping[int, int] = {}  # id of a row object → its number
         self.num_adopted = 0  # rows that go on in the slot of a snapshot
@@ -78,7 +79,7 @@ class StateDevice(Device):
         for index, (number, num_new) in enumerate(zip(plan.rows, plan.num_tokens, strict=True)):
             row = self.rows[number]
             start, end = row.computed, row.computed + num_new
-            ends = end == len(row.states)
+            ends = end >= len(row.states)  # with drafts, behind it
             assert ends or end % self.config.grain == 0, "a chunk of a prompt ends anywhere"
             row.folds_to = self.folds_to(start, end, index < plan.num_decodes, index in plan.sampled)
 
@@ -89,7 +90,8 @@ class StateDevice(Device):
         super().write(row, num_new, fails)
         assert isinstance(row, StateRow)
         slot = self.slots[row.slot]
-        assert row.folded <= row.computed <= row.folded + 1, "the state is ahead of its tokens, or far behind"
+        most = row.folded + 1 + self.config.max_drafts
+        assert row.folded <= row.computed <= most, "the state is ahead of its tokens, or far behind"
         self.fold(row, row.computed)
         for position in range(max(0, row.computed - SEEN), row.computed):
             self.input(slot, position)
@@ -100,7 +102,7 @@ class StateDevice(Device):
             row.tainted = True
         for position in range(row.computed, row.computed + num_new):
             spoilt = fails or row.tainted or row.states[position] == GARBAGE
-            slot.ring[position % RING] = (position, GARBAGE if spoilt else row.tokens[position])
+            slot.ring[position % self.ring] = (position, GARBAGE if spoilt else row.tokens[position])
             if position < row.folds_to:
                 self.fold(row, position + 1)
         self.exports.pop(self.by_number[id(row)], None)
@@ -118,15 +120,14 @@ class StateDevice(Device):
                 assert export.slot not in (0, row.slot)
                 self.slots[export.slot] = slot.copy()
 
-    @staticmethod
-    def input(slot: Slot, position: int) -> int:
-        found, token = slot.ring[position % RING]
+    def input(self, slot: Slot, position: int) -> int:
+        found, token = slot.ring[position % self.ring]
         assert found == position, f"the ring has the input of {found}, and not of {position}"
         return token
 
 
 class EagerDevice(StateDevice):
-    """Folds what may be taken back."""
+    """Folds what may be taken back: a token whose next one is sampled, and drafts."""
 
     def folds_to(self, start: int, end: int, decodes: bool, samples: bool) -> int:
         return end
@@ -138,7 +139,8 @@ def with_state(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     size = min(config.block_size, rng.choice([1, 2, 4, 16]))
     context = config.max_model_len * rng.choice([1, 1, 2])
     blocks = (config.num_blocks - 1) * config.block_size // size + 1
-    budget = max(config.max_num_batched_tokens, config.max_num_seqs - 1 + lcm(tokens, size))
+    decodes = (config.max_num_seqs - 1) * (1 + config.max_drafts)
+    budget = max(config.max_num_batched_tokens, decodes + lcm(tokens, size))
     if any(config.windows):
         alone = sum(most_held(context, window, budget, size) for window in config.windows)
         blocks = max(blocks, 1 + alone)
@@ -160,9 +162,10 @@ class StateSimulation(Simulation):
         restored = state.num_restores - before
         self.seen["restore"] += restored
         if launched and self.scheduler.in_flight and (step := self.scheduler.in_flight[-1]).exports:
-            decoding = {snapshot.slot for snapshot in state.pending if snapshot.decoded}
-            self.seen["decode snapshot"] += sum(export.slot in decoding for export in step.exports)
-            self.seen["prompt snapshot"] += sum(export.slot not in decoding for export in step.exports)
+            snapshots = {snapshot.slot: snapshot for snapshot in state.pending}
+            for snapshot in (snapshots[export.slot] for export in step.exports if export.slot in snapshots):
+                kind = "decode snapshot" if snapshot.decoded else "prompt snapshot"
+                self.seen[kind if snapshot.written else "export in several plans"] += 1
         self.seen["waits for a slot"] += not state.pool.num_free and bool(self.scheduler.roster.waiting)
         return launched
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from vserve.engine.errors import ConfigError
 from vserve.engine.families.layer_spec import KVSpec
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.planning.memory import MemoryPlan, plan_memory
+from vserve.engine.planning.state_slots import StateSlots
 from vserve.engine.quant.weights import Placement
 from vserve.engine.start.engine import Engine
 from vserve.engine.step.device_cache import DeviceCache
@@ -226,3 +228,18 @@ def test_what_windows_need_while_a_prompt_is_read_is_counted(tiny_model) -> None
         on_cpu(folder, num_gpu_blocks_override=30, max_num_batched_tokens=256, max_model_len=200)
     served = on_cpu(tiny_model("mistral", sliding_window=20), num_gpu_blocks_override=30, max_num_batched_tokens=64)
     assert served.info.max_model_len == 512 and served.info.num_kv_tokens > 30 * 16
+
+
+def test_all_ranks_have_the_slots_that_the_fewest_have_room_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One scheduler hands them out. The numbers of the table are those of the rank with the least room."""
+    mine = MemoryPlan(80, 72, 20, 5, 1, 2, 30, 100, 64, KVLayout.of([KVSpec(8, 128, 128)], 16, 64))
+    mine = dataclasses.replace(mine, states=StateSlots(10, 8, 20))
+    others = iter([[[90, 80, 72, 30, 5, 1, 2, 20]], [[6, 30, 12]]])
+    monkeypatch.setattr(memory_module, "gather", lambda world, device, numbers: [numbers, *next(others)])
+    stage = SimpleNamespace(count=1)
+    runner = SimpleNamespace(
+        cache=SimpleNamespace(states=object()), device=torch.device("cpu"),
+        model=SimpleNamespace(place=SimpleNamespace(stage=stage)),
+    )  # fmt: skip
+    plan = memory_module._tightest(runner, SimpleNamespace(size=2), mine)
+    assert plan.states == StateSlots(12, 6, 20) and plan.num_blocks == 90 and plan.tightest.startswith("rank 1")

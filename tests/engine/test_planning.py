@@ -105,6 +105,15 @@ def test_recurrent_states_take_memory_and_time() -> None:
     alone, many = (closed(made, [Ask(0, 128, 64)] * count, count)[1] for count in (1, 64))
     assert 0.0104 < alone / 64 < 0.02, "weights in bf16 take 10.8 ms"
     assert many / 64 > 0.015, "64 states of 2 · 154 MB are read and written in 4.1 ms more"
+    asked = {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic"}
+    asked = json.dumps({**asked, "synthetic_acceptance_length": 2.5})
+    drafting = set_up(
+        0, parse_model_config(raw), EngineConfig("m", speculative_config=asked, load_format="dummy"), CARDS["h200"]
+    )
+    rings = 8 * 2 * (2 * 16 * 128 + 48 * 128 + 2 * 48) * 48  # bytes of eight more positions
+    assert drafting.scheduler.plan.states.slot_bytes == states.slot_bytes + rings
+    (plain,), (drafted,) = (replay(one, [Ask(0, 128, 400)]).answers for one in (made, drafting))
+    assert plain.tpot / drafted.tpot == pytest.approx(2.5, rel=0.06)
 
 
 def test_states_without_tiles_are_refused_on_a_card() -> None:

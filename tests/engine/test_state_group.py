@@ -197,6 +197,13 @@ def test_steps_without_room_for_a_grain_are_refused() -> None:
     make(max_num_batched_tokens=15)
 
 
+def test_beside_everybody_s_drafts_there_is_room_for_a_grain() -> None:
+    drafts = {"max_num_seqs": 4, "max_drafts": 3, "draft_depths": ((2, 3), (4, 1))}
+    with pytest.raises(ConfigError, match=r"15 leaves no room for 8 tokens .* beside 8 tokens .* raise it to 16, or"):
+        make(max_num_batched_tokens=15, **drafts)
+    make(max_num_batched_tokens=16, **drafts)
+
+
 def test_less_than_a_grain_is_no_chunk() -> None:
     engine = make(max_num_batched_tokens=20)
     first, second = engine.add(1, range(14)), engine.add(2, range(100, 120))
@@ -231,6 +238,29 @@ def test_a_snapshot_is_found_when_its_tokens_are_known() -> None:
     engine.update()
     planned(engine)
     assert state.pending == [] and state.pool.find(request.block_hashes[7])
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("kept", [1, 2, 3, 4])
+def test_behind_drafts_a_snapshot_is_borne_until_it_is_written_and_found_no_sooner(kept: int, depth: int) -> None:
+    engine = make(max_drafts=3, draft_depths=((8, 3),), depth=depth)
+    engine.scheduler.planner.drafting.depth = lambda num_running: 3
+    request, state = engine.add(1, range(9), max_tokens=200), state_of(engine)
+    engine.step()
+    computed, folded, written = 9, 8, [8]  # as the device has it
+    while request.num_output_tokens < 180:
+        while (plan := engine.schedule()) is not None:
+            known = {4 * (i + 1) for i, key in enumerate(request.block_hashes) if state.pool.find(key) is not None}
+            assert known <= set(written)
+            written += [export.boundary for export in plan.exports if folded < export.boundary <= computed]
+            folded, computed = computed, computed + kept
+        plan = engine.in_flight.popleft()
+        assert plan.num_drafts == 3
+        engine.scheduler.update(StepResult(plan.step, [7] * kept, counts=[kept]))
+        engine.scheduler.check_invariants(thorough=True)
+    assert written[:6] == [8, 32, 64, 96, 128, 160] and known in ({8, 160}, {8, 192})
+    engine.scheduler.abort([1])
+    assert state.pool.num_free == 6
 
 
 def test_a_request_that_ends_first_leaves_no_snapshot() -> None:

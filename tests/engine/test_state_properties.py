@@ -22,9 +22,16 @@ EVENTS = {  # in 20,000 steps
 }  # fmt: skip
 
 
+DRAFTED = EVENTS | {
+    "drafts": 16_000, "drafts on drafts": 500, "several kept": 2000, "without drafts beside drafts": 300, "cut": 100,
+    "postponed with drafts": 15, "export in several plans": 100, "mixed step": 300, "goes on in a snapshot": 0,
+    "stop": 300, "length": 300,
+}  # fmt: skip
+
+
 def states_are_right(first_seed: int, steps: float, **options) -> None:
     num_steps, seen = simulate_many(first_seed, steps, simulation_type=StateSimulation, **options)
-    for event, count in EVENTS.items():
+    for event, count in (DRAFTED if options.get("drafts") else EVENTS).items():
         least = int(0.5 * count * num_steps / 20_000)
         assert seen[event] >= least, f"{event} happened {seen[event]} times only in {num_steps} steps"
 
@@ -33,13 +40,22 @@ def test_any_workload_with_states_gives_what_each_request_gets_alone() -> None:
     states_are_right(51, TOTAL_STEPS / PARTS / 8)
 
 
-@pytest.mark.parametrize("options", [{}, {"windowed": True}, {"stages": True}])
+def test_any_workload_with_states_and_drafts_gives_what_each_request_gets_alone() -> None:
+    states_are_right(61, TOTAL_STEPS / PARTS / 8, drafts=True)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"windowed": True}, {"stages": True}, {"drafts": True}, {"drafts": True, "windowed": True},
+     {"drafts": True, "stages": True}],
+)  # fmt: skip
 @pytest.mark.slow
 def test_many_more_workloads_with_states(options: dict[str, bool]) -> None:
     states_are_right(3_000_000, TOTAL_STEPS / PARTS, **options)
 
 
 START = "            pool.share(source)\n"
+WRITTEN = "held.due, snapshot.written, snapshot.registered = None, True, registered"
 MUTATIONS = {  # what is broken: (file, what is to be replaced by what)
     "admitted without a slot": ("kv_cache", ("if state is not None and not state.pool.num_free:", "if False:")),
     "matching past a snapshot": ("kv_cache", ("hits = self._match(request, length)", "break")),
@@ -48,9 +64,7 @@ MUTATIONS = {  # what is broken: (file, what is to be replaced by what)
         "state_group", ("snapshot.registered.append((pool, snapshot.slot, key))", "pass"),
     ),
     "registered before the step is given out": (
-        "state_group",
-        ("self.pending.append(Pending(request, index, slot, registered, decoded))",
-         "self._register(Pending(request, index, slot, registered, decoded))"),
+        "state_group", (WRITTEN, WRITTEN + "; self.pending.remove(snapshot); self._register(snapshot)"),
     ),
     "a prompt's last token taken for folded": (
         "state_group",
@@ -65,12 +79,18 @@ MUTATIONS = {  # what is broken: (file, what is to be replaced by what)
     "chunks that end anywhere": ("state_group", ("max(0, end - end % self.grain - start)", "num_new")),
     "the slot of who leaves kept": ("kv_cache", ("self.state.free(request)", "self.state.held.pop(request.id)")),
 }  # fmt: skip
+DRAFTING = {  # of steps with drafts
+    "exported by the host's count": (
+        "state_group", ("if folds_to - request.num_in_flight_drafts >= snap", "if folds_to >= snap"),
+    ),
+    "the snapshot of who leaves kept": ("state_group", ("if held.due is not None:", "if False:")),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("mutation", MUTATIONS)
+@pytest.mark.parametrize("mutation", [*MUTATIONS, *DRAFTING])
 @pytest.mark.slow
 def test_oracle_sees_broken_books_of_states(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    room, *replacements = MUTATIONS[mutation]
+    room, *replacements = (MUTATIONS | DRAFTING)[mutation]
     module = {"kv_cache": kv_cache_module, "state_group": state_group_module}[room]
     source = inspect.getsource(module)
     for right, wrong in replacements:
@@ -82,11 +102,12 @@ def test_oracle_sees_broken_books_of_states(mutation: str, monkeypatch: pytest.M
         monkeypatch.setattr(scheduler_module, "KVCacheManager", broken.KVCacheManager)
     else:
         monkeypatch.setattr(kv_cache_module, "StateGroup", broken.StateGroup)
-    for options in ({}, {"stages": True}):
-        if caught(400, simulation_type=StateSimulation, **options):
+    for options in ({"stages": False}, {"stages": True}):
+        if caught(400, simulation_type=StateSimulation, drafts=mutation in DRAFTING, **options):
             return
     pytest.fail("nothing noticed")
 
 
-def test_oracle_sees_a_device_that_folds_what_may_be_taken_back() -> None:
-    assert "ahead of its tokens" in caught(200, simulation_type=StateSimulation, device=EagerDevice)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_oracle_sees_a_device_that_folds_what_may_be_taken_back(drafts: bool) -> None:
+    assert "ahead of its tokens" in caught(200, simulation_type=StateSimulation, device=EagerDevice, drafts=drafts)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from vserve.engine.describe.divide import check_divides
+from vserve.engine.describe.divide import check_divides, state_shares
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.link.sampling_params import SamplingParams
@@ -120,25 +120,55 @@ def test_mixtures_in_chunks_are_near_the_whole_prompt(engine_of_family) -> None:
     [
         ({"max_num_batched_tokens": 64, "max_num_seqs": 4},
          r"--max-num-batched-tokens is 64: .*room for 64 tokens .*raise the first to 67 or lower the second to 1$"),
-        ({"speculative_config": '{"method": "ngram", "num_speculative_tokens": 2}'},
-         "--speculative-config: Qwen3_5ForCausalLM keeps recurrent states, .*leave it out"),
         ({"kv_cache_memory_bytes": 100_000, "max_num_seqs": 9, "max_model_len": 64},
          r"no memory is left for recurrent states: 9 running requests need .*set --max-num-seqs \d or less, or raise "
          r"--kv-cache-memory-bytes \(now 100000\), or use --mamba-ssm-cache-dtype float16"),
-        ({"pipeline_parallel_size": 2},
-         "--pipeline-parallel-size 2: Qwen3_5ForCausalLM keeps recurrent states, .*not cut into stages"),
+        ({"pipeline_parallel_size": 2, "pipeline_layer_partition": "1,3"},
+         "--pipeline-parallel-size 2: stage 1 would have no layer with attention, and of such a model each needs one"),
     ],
-    ids=["budget", "drafts", "memory", "stages"],
+    ids=["budget", "memory", "stages"],
 )  # fmt: skip
 def test_what_cannot_be_is_refused_at_the_start(tiny_model, options: dict[str, Any], words: str) -> None:
     with pytest.raises((ConfigError, ModelError), match=words):
         Rank(EngineConfig(str(tiny_model("qwen3_5_text")), device="cpu", cpu_threads=1, **options), lambda _: None)
 
 
-def test_it_is_not_divided_over_ranks(tiny_model) -> None:
-    words = r"--tensor-parallel-size 2: Qwen3_5ForCausalLM keeps recurrent states, .* take --data-parallel-size 2"
+def test_it_is_divided_by_heads_of_keys(tiny_model) -> None:
+    check_divides(config := read_folder(tiny_model("qwen3_5_text")), 2)
+    words = "2 heads of keys of a gated delta net cannot be divided over 4 ranks: take one of 1, 2, or"
     with pytest.raises(ModelError, match=words):
-        check_divides(read_folder(tiny_model("qwen3_5_text")), 2)
+        check_divides(config, 4)
+    (half, *_), (whole, *_) = state_shares(config, 2), state_shares(config, 1)
+    assert (half.num_heads, half.channels, half.gates) == (3, whole.channels // 2, whole.gates // 2)
+    assert whole == config.state_specs()[0]
+
+
+def test_two_ranks_answer_as_one(engine_of_family) -> None:
+    """Twice, the second time from snapshots; in chunks, preempted."""
+    batch = [(prompt, greedy(logprobs=1)) for prompt in drawn(3, 90, 65, 130)]
+    options = {"max_num_batched_tokens": 80, "max_num_seqs": 4, "max_model_len": 192}
+    (expected,), _ = engine_of_family.run(batch, enable_prefix_caching=False, **options)
+    (answers, again), stats = engine_of_family.run(batch, batch[1:], tensor_parallel_size=2, **options)
+    for answer, wanted in zip(answers + again, expected + expected[1:], strict=True):
+        assert answer.tokens == wanted.tokens
+        scores = [found.logprob for found in wanted.logprobs]
+        assert [found.logprob for found in answer.logprobs] == pytest.approx(scores, abs=2e-4)
+    assert stats.num_state_restores == 3
+
+
+@pytest.mark.parametrize("drafts", [{}, {"speculative_config": '{"method": "ngram", "prompt_lookup_max": 1}'}])
+def test_two_stages_answer_as_one(tiny_model, engine, drafts: dict[str, Any]) -> None:
+    served = type(engine)(tiny_model("qwen3_5_text"))
+    few = {"allowed_token_ids": (5, 6, 7)}  # so that texts repeat themselves
+    batch = [(prompt, greedy(logprobs=1, **few)) for prompt in drawn(3, 90, 65, 130)]
+    options = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "max_model_len": 192}
+    (expected,), _ = served.run(batch, enable_prefix_caching=False, **options)
+    (answers, again), stats = served.run(batch, batch[1:], pipeline_parallel_size=2, **options, **drafts)
+    for answer, wanted in zip(answers + again, expected + expected[1:], strict=True):
+        assert answer.tokens == wanted.tokens
+        scores = [found.logprob for found in wanted.logprobs]
+        assert [found.logprob for found in answer.logprobs] == pytest.approx(scores, abs=2e-4)
+    assert stats.num_state_restores == 3 and (stats.num_drafts > 5) == bool(drafts)
 
 
 def test_a_model_without_states_has_none_to_store(tiny_model) -> None:
@@ -184,8 +214,12 @@ def test_states_of_sixteen_bits_are_near(tiny_model, engine, dtype: str) -> None
     assert near[0].logprobs != exact[0].logprobs
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
-def test_adapters_of_projections_are_as_merged(tiny_model, engine, tmp_path: Path, family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "ranks"),
+    [("qwen3_5_text", 1), ("qwen3_next", 1),
+     *(pytest.param(family, 2, marks=pytest.mark.slow) for family in ("qwen3_5_text", "qwen3_next"))],
+)  # fmt: skip
+def test_adapters_of_projections_are_as_merged(tiny_model, engine, tmp_path: Path, family: str, ranks: int) -> None:
     """Those of two adapters and of none at once, twice: snapshots of one are not another's."""
     folder = Path(tiny_model(family))
     targets = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj_a", "in_proj_ba", "out_proj", "q_proj", "o_proj")
@@ -195,6 +229,7 @@ def test_adapters_of_projections_are_as_merged(tiny_model, engine, tmp_path: Pat
 
     async def run() -> list[list[int]]:
         options = {"max_loras": 2, "max_lora_rank": 8, "max_model_len": 256, "max_num_batched_tokens": 128}
+        options["tensor_parallel_size"] = ranks
         async with running(folder, **options) as client:
             for index, adapter in enumerate(adapters):
                 if adapter is not None:

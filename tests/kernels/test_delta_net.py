@@ -66,6 +66,31 @@ def test_drafts_are_never_folded_before_they_are_certain(
     check(layer, other)
 
 
+def test_what_drafts_left_is_folded_in_any_step(
+    function: Callable[..., Tensor], device: str, rng: torch.Generator
+) -> None:
+    """Behind a step with drafts, up to 1 + drafts tokens are pending: for a row with drafts, for one without beside
+    such, and where nobody takes any. A snapshot is written in the midst of them."""
+    layer = Layer(rng, device, drafts=3)
+    one, other = layer.sequence(90, 1), layer.sequence(90, 2)
+    layer.run(function, [], [Piece(one, 61, True), Piece(other, 62, True)])
+    snaps = {0: (64, 4), 1: (64, 5)}
+    layer.run(function, [one, other], [], kept=[4, 3], snaps=snaps)  # 60 and 61 are certain, and folded
+    assert layer.state[[4, 5]].isnan().all()
+    layer.run(function, [one], [Piece(other, 1, True, 64, 5)], kept=[2], snaps=snaps)
+    layer.run(function, [one], [Piece(other, 1, True)], kept=[3])
+    layer.run(function, [one, other], [], kept=[1, 4])
+    layer.drafts = 0
+    for _ in range(2):
+        layer.run(function, [one, other], [])
+    for sequence, slot in ((one, 4), (other, 5)):
+        check(layer, sequence)
+        restored = Sequence(sequence.raw, sequence.gates, slot, 64, 64)
+        layer.run(function, [], [Piece(restored, 9, True)])
+        outputs, _ = recurrence(layer, sequence.raw[:73], sequence.gates[:73])
+        torch.testing.assert_close(restored.outputs[0].double().cpu(), outputs[64:], rtol=1e-5, atol=1e-5)
+
+
 def test_splits_at_multiples_of_64_are_bitwise_the_whole(
     function: Callable[..., Tensor], device: str, rng: torch.Generator
 ) -> None:

@@ -123,8 +123,26 @@ def check() -> None:
         step = make_step(lengths, starts, [1, 1, 0, 0, 0, 0, 1, 1, 0, 0], 3, 1, {3: (640, 2), 6: (192, 4)})
         check_step("decodes and prompts", Layer.make(32, 24, dtype), dtype, step, tolerance)
         split(dtype)
-        step = make_step([4] * 9, [64] * 9, [1 + index % 4 for index in range(9)], 9, 4, {6: (64, 2)})
-        check_step("decode with 3 drafts", Layer.make(32, 20, dtype, ring=16), dtype, step, tolerance)
+        for drafts in (1, 3, 7):
+            check_drafts(drafts, dtype, tolerance)
+
+
+def check_drafts(drafts: int, dtype: torch.dtype, tolerance: float) -> None:
+    """Rows with any number of pending tokens, which drafts have left: with drafts, some beside such and some prompts,
+    and all without."""
+    most, ring = 1 + drafts, 1 << (WIDTH - 1 + 2 * (1 + drafts) - 1).bit_length()
+    pending = [1 + index % most for index in range(40)]
+    starts = [64 * (1 + index // 8) + index % 8 for index in range(40)]
+    passing = [row for row in range(1, 40) if row % 8 < pending[row] and row != 35]
+    snaps = {row: (starts[row] // 64 * 64, 2 * row + 2) for row in passing}
+    parts = {
+        f"decode with {drafts} drafts": ([most] * 40, 40, most),
+        f"beside {drafts} drafts": ([most] * 20 + [1] * 15 + [0, 3, 64, 130, 1], 20, most),
+        f"behind {drafts} drafts": ([1] * 40, 40, 1),
+    }
+    for name, (lengths, num_decodes, query_len) in parts.items():
+        step = make_step(lengths, starts, pending, num_decodes, query_len, snaps)
+        check_step(name, Layer.make(32, 84, dtype, ring=ring), dtype, step, tolerance)
 
 
 def split(dtype: torch.dtype) -> None:
