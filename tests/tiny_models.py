@@ -98,6 +98,9 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "granitemoe": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE},
     "granitemoeshared": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE, "shared_intermediate_size": 56},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1,
+        "num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40, "initializer_range": 0.2},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
     "qwen3_next": {**_DELTA, **_EXPERTS},
@@ -203,7 +206,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         text = {**values, **text, **overrides}
         outer = {key: text.pop(key) for key in ("tie_word_embeddings",)}
         return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=deepcopy(sight), **outer)
-    if family.startswith("granitemoe"):
+    if family.startswith(("granitemoe", "lfm2")):
         del values["head_dim"]
     # A copy, for config classes write into what they are given.
     return AutoConfig.for_model(family, **deepcopy(values | FAMILIES.get(family, {}) | overrides))

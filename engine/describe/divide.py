@@ -7,7 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from ..errors import ModelError
-from ..families.layer_spec import AttentionSpec, DeltaSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..families.layer_spec import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    KVSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MixerSpec,
+    MLPSpec,
+    MoESpec,
+    StateMixer,
+)
 from ..options.speculation import drafts_by_model
 
 if TYPE_CHECKING:
@@ -116,9 +127,9 @@ def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]
     if isinstance(attention, LatentAttentionSpec):
         if attention.num_heads % size:
             yield f"{attention.num_heads} attention heads"
-    elif isinstance(attention, DeltaSpec):
+    elif isinstance(attention, StateMixer):
         if size > 1:
-            yield "a gated delta net"
+            yield "a recurrent state"
     elif isinstance(attention, AttentionSpec):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if heads % size or (keys % size and size % keys):
@@ -250,9 +261,12 @@ def _parameters(layer: LayerSpec, hidden: int) -> tuple[int, int]:
     return (mixer + shared + mlp.routing.num_experts * expert, mixer + shared + mlp.routing.top_k * expert)
 
 
-def _mixer(spec: AttentionSpec | LatentAttentionSpec | DeltaSpec, hidden: int) -> Iterator[int]:
+def _mixer(spec: MixerSpec, hidden: int) -> Iterator[int]:
     if isinstance(spec, DeltaSpec):
         yield hidden * (spec.channels + 2 * spec.value_size + 2 * spec.num_value_heads)
+        return
+    if isinstance(spec, ConvSpec):
+        yield hidden * 4 * spec.channels
         return
     if isinstance(spec, AttentionSpec):
         value_dim = spec.value_dim or spec.head_dim

@@ -20,6 +20,7 @@ from .rope_config import RopeConfig, read_rope, rotated_share
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096  # of a layer
 MAX_CHOSEN = 64  # by a token
+MAX_WIDTH = 8  # of a convolution before a recurrence, or in its place
 SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}  # config.json's hidden_act → ours
 _TABLE = Path(__file__).parents[2] / "configs" / "families.json"
 # Config classes of transformers by model_type → their defaults of the keys that are read here. Made by
@@ -143,6 +144,34 @@ def named_windows(raw: RawConfig, window: int, keys: str = "sliding_window") -> 
     if "sliding_attention" in layer_types and not window:
         raise ModelError(f"config.json: layer_types has sliding_attention but no window is on: set {keys}")
     return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
+
+
+def layer_kinds(raw: RawConfig, key: str, default: list[str], known: tuple[str, ...]) -> list[str]:
+    """A name for each layer, out of `known`. Raises ModelError."""
+    found = raw.optional_list(key) or default
+    if len(found) != layer_count(raw) or any(kind not in known for kind in found):
+        raise ModelError(
+            f"config.json: {key} has {len(found)} entries for {layer_count(raw)} layers, each of which must be "
+            f"{' or '.join(known)}: correct the file"
+        )
+    return found
+
+
+def conv_width(raw: RawConfig, key: str) -> int:
+    """Of the convolutions before recurrences and in their place. Raises ModelError."""
+    width = raw.count(key)
+    if not 2 <= width <= MAX_WIDTH:
+        raise ModelError(f"config.json: {key} is {width}, from 2 to {MAX_WIDTH} are run: use another model")
+    return width
+
+
+def check_attends(kinds: list[str], attention: str) -> None:
+    """Raises ModelError for a model whose layers are all of another kind."""
+    if attention not in kinds:
+        raise ModelError(
+            f"config.json: no layer is of the type {attention}, and a model of {kinds[0]} alone is not served: use "
+            "another model"
+        )
 
 
 def mlp_spec(

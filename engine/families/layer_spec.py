@@ -29,8 +29,9 @@ class KVSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What one layer keeps of a request, however long it is: a matrix [rows, columns] a head, and of the newest tokens
-    `channels` inputs of a convolution over `conv_width` of them, with `gates` numbers beside them."""
+    """What one layer keeps of a request, however long it is: a matrix [rows, columns] a head, where there are
+    heads, and of the newest tokens `channels` inputs of a convolution over `conv_width` of them, with `gates` numbers
+    beside them."""
 
     num_heads: int
     rows: int
@@ -174,6 +175,24 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True)
+class ConvSpec:
+    """A short convolution of `channels` gated inputs, whose result is gated, too (LFM2)."""
+
+    channels: int
+    conv_width: int
+    bias: bool = False  # of the convolution and of the products around it
+
+    @property
+    def state(self) -> StateSpec:
+        """What is kept of a request: inputs of the convolution alone."""
+        return StateSpec(0, 0, 0, self.channels, self.conv_width)
+
+    @property
+    def width(self) -> int:
+        return 6 * self.channels
+
+
+@dataclass(frozen=True)
 class MLPSpec:
     """A gated MLP: down(act(gate(x)) · up(x)) with `inner` gates; without gate: down(act(up(x)))."""
 
@@ -239,12 +258,16 @@ class MoESpec:
         return 3 * (self.routing.top_k * self.inner + self.shared_inner)
 
 
+StateMixer = DeltaSpec | ConvSpec  # which keep a state in the place of keys and values
+MixerSpec = AttentionSpec | LatentAttentionSpec | StateMixer
+
+
 @dataclass(frozen=True)
 class LayerSpec:
     """Of one decoder layer. Another kind of mixer, by which tokens see each other, or of MLP is another type in its
     place."""
 
-    mixer: AttentionSpec | LatentAttentionSpec | DeltaSpec
+    mixer: MixerSpec
     mlp: MLPSpec | MoESpec
     # Where norms are: before mixer and MLP ("pre"), after each ("post"), before and after ("both"), or one before
     # both, which are added to the residual together ("parallel").
@@ -258,12 +281,12 @@ class LayerSpec:
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec | None:
         """The mixer, where it keeps keys and values; None: it keeps a state."""
-        return None if isinstance(self.mixer, DeltaSpec) else self.mixer
+        return None if isinstance(self.mixer, StateMixer) else self.mixer
 
     @property
     def state(self) -> StateSpec | None:
         """What the mixer keeps of a request, where that is no keys and values."""
-        return self.mixer.state if isinstance(self.mixer, DeltaSpec) else None
+        return self.mixer.state if isinstance(self.mixer, StateMixer) else None
 
 
 @dataclass(frozen=True)

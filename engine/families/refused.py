@@ -24,7 +24,7 @@ _BEGINNINGS = {
     **dict.fromkeys(
         (
             "BailingHybrid", "BailingMoeV2_5", "Bamba", "CohereCompass", "FalconH1", "FalconMamba", "GraniteMoeHybrid",
-            "Inkling", "Jamba", "KimiLinear", "Lfm2", "Lfm3", "Mamba", "MiniMaxForCausalLM", "MiniMaxM1",
+            "Inkling", "Jamba", "KimiLinear", "Lfm2Vl", "Lfm3", "Mamba", "MiniMaxForCausalLM", "MiniMaxM1",
             "MiniMaxText01", "NemotronH", "OlmoHybrid", "Phi4Flash", "Plamo2", "Qwen4Exp",
             "RWKV", "Rwkv", "RecurrentGemma", "Zamba", "Zaya", "xLSTM",
         ),

@@ -2,6 +2,7 @@
 
 attention_block: attention as most models have it, between its products
 blocks: the decoder-only models that are served
+conv_block: a short convolution, between its products
 delta_block: a gated delta net, between its products
 packed: texts one behind the other, without padding, and decoders whose attention goes both ways
 encoder: encoders of the shape of BERT

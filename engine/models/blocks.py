@@ -10,18 +10,28 @@ from torch import Tensor, nn
 
 from ...kernels.sampling.argmax import best_of_pieces, of_pieces
 from ..describe.model_config import ModelConfig
-from ..families.layer_spec import AttentionSpec, DeltaSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..families.layer_spec import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    KVSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+)
 from ..families.rope_config import RopeConfig
 from ..layers.attention import Attention, AttentionBatch
-from ..layers.delta import DeltaNet
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..layers.routing import watch
+from ..layers.state import StateLayer
 from ..parallel.group import ALONE, Group
 from ..quant.weights import Placement, WeightMap, keep_at_hand
 from .attention_block import AttentionBlock
+from .conv_block import ConvBlock
 from .delta_block import DeltaBlock
 from .latent_attention import LatentAttentionBlock
 from .mixture_apart import ApartMixture
@@ -29,7 +39,8 @@ from .mlp import MLP, Mixture
 from .model import Features
 from .token_vectors import LayerEnd, TokenVectors
 
-Mixer = AttentionBlock | LatentAttentionBlock | DeltaBlock
+StateBlock = DeltaBlock | ConvBlock
+Mixer = AttentionBlock | LatentAttentionBlock | StateBlock
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm", "v_norm")
 _AFTER = ("post", "both")  # places of norms, where what is added to the residual stream is normed first
 
@@ -40,6 +51,8 @@ Rotations = dict[tuple[RopeConfig | None, int], RotaryEmbedding]  # by how, and 
 def make_mixer(spec: LayerSpec, config: ModelConfig, layer: int, rotations: Rotations, place: Placement) -> Mixer:
     if isinstance(spec.mixer, DeltaSpec):
         return DeltaBlock(spec.mixer, config, place)
+    if isinstance(spec.mixer, ConvSpec):
+        return ConvBlock(spec.mixer, config, place)
     rotary = rotations[spec.mixer.rope, spec.mixer.rotary_dim]
     if isinstance(spec.mixer, LatentAttentionSpec):
         return LatentAttentionBlock(spec.mixer, config, layer, rotary, place)
@@ -88,6 +101,14 @@ class DecoderLayer(nn.Module):
         dense = self.mlp.shared if isinstance(self.mlp, ApartMixture) else self.mlp
         self._readers = (mixer.qkv if alone else None, dense.gate_up if isinstance(dense, MLP) else dense.router)
         keep_at_hand(self)
+
+    @property
+    def attention(self) -> Attention | None:
+        return None if isinstance(self.mixer, StateBlock) else self.mixer.attention
+
+    @property
+    def state(self) -> StateLayer | None:
+        return self.mixer.state if isinstance(self.mixer, StateBlock) else None
 
     def weight_map(self, prefix: str) -> WeightMap:
         norms = {
@@ -194,9 +215,9 @@ class CausalLM(nn.Module):
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
         self.token_vectors = TokenVectors(config, place) if config.frame.token_vectors else None
         _bind_readers(
-            (spec.mixer, layer.mixer.attention)
+            (spec.attention, layer.attention)
             for spec, layer in zip(specs, self._layers, strict=True)
-            if not isinstance(spec.mixer, DeltaSpec) and not isinstance(layer.mixer, DeltaBlock)
+            if spec.attention is not None and layer.attention is not None
         )
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
         self.features: Features | None = None  # hidden states that a drafting head reads; None: none does
@@ -281,11 +302,11 @@ class CausalLM(nn.Module):
 
     def attention_layers(self) -> list[Attention]:
         """Those that keep keys and values."""
-        blocks = (layer.mixer for layer in self._layers if not isinstance(layer.mixer, DeltaBlock))
-        return [block.attention for block in blocks if not block.attention.reads_earlier]
+        found = (layer.attention for layer in self._layers)
+        return [attention for attention in found if attention is not None and not attention.reads_earlier]
 
-    def state_layers(self) -> list[DeltaNet]:
-        return [layer.mixer.delta for layer in self._layers if isinstance(layer.mixer, DeltaBlock)]
+    def state_layers(self) -> list[StateLayer]:
+        return [state for layer in self._layers if (state := layer.state) is not None]
 
     def weight_map(self) -> WeightMap:
         """Every module path of the checkpoint whose tensors must be loaded."""

@@ -5,6 +5,7 @@ delta_decode: delta nets of rows that decode, in one kernel
 delta_net: gated delta nets with the convolution before them: decodes, prompts in chunks of 64, snapshots
 delta_parts: what the kernels of states share on the device
 delta_pass: the pass of states over chunks
+gated_conv: a short convolution between two gates, as a layer of its own
 gated_norm: RMSNorm over each head, times a gate
 short_conv: the short causal convolution, and the ring that keeps its inputs
 slots: states copied from slot to slot

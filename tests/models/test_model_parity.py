@@ -189,6 +189,13 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "biases": {"attention_out_bias": True},
         "unbiased": {"attention_bias": False, "mlp_bias": True},
     },
+    "lfm2": {
+        "gqa": {},
+        "tied": {"tie_word_embeddings": True, "conv_bias": True, "block_auto_adjust_ff_dim": False},
+        "wide": {"conv_L_cache": 4, "layer_types": ["full_attention", "conv"], "num_hidden_layers": 2},
+    },
+    "lfm2_moe": {"gqa": {}, "unbiased": {"use_expert_bias": False, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5, "num_dense_layers": 0}},
     "qwen3_5_text": {
         "gqa": {},
         "tied": {"tie_word_embeddings": True, "attention_bias": True},

@@ -20,7 +20,6 @@ from vserve.engine.families.registry import FAMILIES, find_family
         ("FalconMambaForCausalLM", "recurrent state"),
         ("NemotronHForCausalLM", "recurrent state"),
         ("GraniteMoeHybridForCausalLM", "recurrent state"),
-        ("Lfm2ForCausalLM", "recurrent state"),
         ("RwkvForCausalLM", "recurrent state"),
         ("Zamba2ForCausalLM", "recurrent state"),
         ("MiniMaxForCausalLM", "recurrent state"),
