@@ -25,6 +25,8 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"], "num_hidden_layers": 4,
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
 }  # fmt: skip
+# Sizes of Mamba-2, of which none is as large as another.
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "num_hidden_layers": 3}
 _EXPERTS = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 56, "initializer_range": 0.2}  # fmt: skip
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
@@ -101,6 +103,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 16},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1,
         "num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40, "initializer_range": 0.2},
+    "granitemoehybrid": {**_MAMBA, **_GRANITE, "num_experts_per_tok": 3, "num_local_experts": 5,
+        "shared_intermediate_size": 56, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "key_multiplier": 0.6,
+        "attention_in_multiplier": 0.9, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 0.7,
+        "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5], "mlp_multipliers": [0.8, 0.7],
+        "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24,
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
     "qwen3_next": {**_DELTA, **_EXPERTS},
@@ -206,7 +217,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         text = {**values, **text, **overrides}
         outer = {key: text.pop(key) for key in ("tie_word_embeddings",)}
         return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=deepcopy(sight), **outer)
-    if family.startswith(("granitemoe", "lfm2")):
+    if family.startswith(("granitemoe", "lfm2", "bamba")):
         del values["head_dim"]
     # A copy, for config classes write into what they are given.
     return AutoConfig.for_model(family, **deepcopy(values | FAMILIES.get(family, {}) | overrides))
@@ -252,7 +263,7 @@ def tiny_checkpoint(
                 torch.nn.init.normal_(weight, 0.0, 0.5)
             elif name.endswith("A_log"):  # states remember some tens of tokens
                 torch.nn.init.normal_(weight, -3.0, 1.0)
-            elif name.endswith("sinks"):
+            elif name.endswith((".D", "sinks")):
                 torch.nn.init.normal_(weight, 0.0, 2.0)
             elif "norm" in name or name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
                 torch.nn.init.normal_(weight, 1.0, 0.3)

@@ -17,6 +17,8 @@ from ..families.layer_spec import (
     MixerSpec,
     MLPSpec,
     MoESpec,
+    PairSpec,
+    ScanSpec,
     StateMixer,
 )
 from ..options.speculation import drafts_by_model
@@ -127,13 +129,15 @@ def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]
     if isinstance(attention, LatentAttentionSpec):
         if attention.num_heads % size:
             yield f"{attention.num_heads} attention heads"
-    elif isinstance(attention, StateMixer):
+    elif isinstance(attention, StateMixer | PairSpec):
         if size > 1:
             yield "a recurrent state"
     elif isinstance(attention, AttentionSpec):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if heads % size or (keys % size and size % keys):
             yield f"{heads} attention heads" + (f" over {keys} of keys and values" if keys != heads else "")
+    if mlp is None:
+        return
     if isinstance(mlp, MLPSpec):
         if mlp.inner % size:
             yield f"an MLP of {mlp.inner}"
@@ -252,7 +256,9 @@ def context_cost(config: ModelConfig) -> float:
 
 def _parameters(layer: LayerSpec, hidden: int) -> tuple[int, int]:
     """(that a layer has, that a token meets), about: norms and biases are small."""
-    mixer, mlp = sum(_mixer(layer.mixer, hidden)), layer.mlp
+    mixer, mlp = 0 if layer.mixer is None else sum(_mixer(layer.mixer, hidden)), layer.mlp
+    if mlp is None:
+        return mixer, mixer
     if isinstance(mlp, MLPSpec):
         both = mixer + (2 + mlp.gated) * mlp.inner * hidden
         return both, both
@@ -267,6 +273,12 @@ def _mixer(spec: MixerSpec, hidden: int) -> Iterator[int]:
         return
     if isinstance(spec, ConvSpec):
         yield hidden * 4 * spec.channels
+        return
+    if isinstance(spec, ScanSpec):
+        yield hidden * (spec.channels + 2 * spec.inner + spec.num_heads)
+        return
+    if isinstance(spec, PairSpec):
+        yield from (*_mixer(spec.attention, hidden), *_mixer(spec.scan, hidden))
         return
     if isinstance(spec, AttentionSpec):
         value_dim = spec.value_dim or spec.head_dim

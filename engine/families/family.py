@@ -191,6 +191,14 @@ def activation_of(raw: RawConfig, key: str, activations: Mapping[str, Activation
     return activations[name]
 
 
+def named(raw: RawConfig, key: str, known: dict[str, Any]) -> Any:
+    """What the name under this key is among those that are known. Raises ModelError."""
+    name = raw.get(key) or raw.defaults[key]
+    if name not in known:
+        raise ModelError(f"config.json: {key} is {name!r:.60}, supported are {', '.join(known)}: use another model")
+    return known[name]
+
+
 def expert_counts(raw: RawConfig, *keys: str) -> tuple[int, int]:
     """→ experts of a mixture, under the first of these keys that is set, and how many a token goes to."""
     key = next((key for key in keys if raw.values.get(key) is not None), keys[0])

@@ -7,6 +7,8 @@ from typing import Literal
 
 from .rope_config import RopeConfig
 
+StateDtype = Literal["float32", "float16", "bfloat16"]  # of recurrent states
+DTYPES: dict[str, StateDtype] = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 # Root mean square; the same with weights that are stored less one; with a mean taken off first; and with a bias added.
 NormKind = Literal["rms", "rms_less_one", "layer", "layer_bias"]
@@ -39,7 +41,7 @@ class StateSpec:
     channels: int
     conv_width: int
     gates: int = 0
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of the matrices, as the checkpoint asks for it
+    dtype: StateDtype = "float32"  # of the matrices, as the checkpoint asks for it
 
     @property
     def elements(self) -> int:
@@ -144,7 +146,7 @@ class DeltaSpec:
     # The file has queries, keys, values and output gates of a key head one behind the other in one matrix, and what
     # decides of decay and strength in a second one.
     by_head: bool = False
-    state_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    state_dtype: StateDtype = "float32"
 
     @property
     def key_size(self) -> int:
@@ -201,6 +203,7 @@ class MLPSpec:
     activation: Activation = "silu"
     gated: bool = True
     fused: bool = False  # the file has gate and up in one matrix, in this order
+    multipliers: tuple[float, float] = (1.0, 1.0)  # of gate(x) and of the result
 
     @property
     def width(self) -> int:
@@ -258,17 +261,78 @@ class MoESpec:
         return 3 * (self.routing.top_k * self.inner + self.shared_inner)
 
 
-StateMixer = DeltaSpec | ConvSpec  # which keep a state in the place of keys and values
-MixerSpec = AttentionSpec | LatentAttentionSpec | StateMixer
+@dataclass(frozen=True)
+class ScanSpec:
+    """Mamba-2 (arXiv 2405.21060) behind a short convolution: each head has a state [state_dim, head_dim], and
+    neighbours of them share what is written into it and read of it."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int  # of heads
+    conv_width: int
+    conv_bias: bool = True
+    input_bias: bool = False
+    output_bias: bool = False
+    # A norm of each group of channels behind the output gate or before it; "": there is none.
+    norm: Literal["", "gate_first", "norm_first"] = "gate_first"
+    limits: tuple[float, float] = (0.0, float("inf"))  # of a token's time step
+    # Of what the input makes: output gates, values, what is written, what is read, time steps. (): of none.
+    multipliers: tuple[float, ...] = ()
+    state_dtype: StateDtype = "float32"
+
+    @property
+    def inner(self) -> int:
+        """Of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Of what is written, or read, by all groups."""
+        return self.num_groups * self.state_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.group_size
+
+    @property
+    def state(self) -> StateSpec:
+        """What is kept of a request."""
+        return StateSpec(
+            self.num_heads, self.state_dim, self.head_dim, self.channels, self.conv_width, self.num_heads,
+            self.state_dtype,
+        )  # fmt: skip
+
+    @property
+    def width(self) -> int:
+        return 2 * self.channels + 3 * self.inner + self.num_heads
+
+
+@dataclass(frozen=True)
+class PairSpec:
+    """Attention and Mamba-2 beside each other, whose results are added up (Falcon-H1)."""
+
+    attention: AttentionSpec
+    scan: ScanSpec
+    scales: tuple[float, float] = (1.0, 1.0)  # of the two results
+
+    @property
+    def width(self) -> int:
+        return self.attention.width + self.scan.width
+
+
+StateMixer = DeltaSpec | ConvSpec | ScanSpec  # which keep a state in the place of keys and values
+MixerSpec = AttentionSpec | LatentAttentionSpec | StateMixer | PairSpec
 
 
 @dataclass(frozen=True)
 class LayerSpec:
     """Of one decoder layer. Another kind of mixer, by which tokens see each other, or of MLP is another type in its
-    place."""
+    place; a layer may have one of the two alone."""
 
-    mixer: MixerSpec
-    mlp: MLPSpec | MoESpec
+    mixer: MixerSpec | None
+    mlp: MLPSpec | MoESpec | None
     # Where norms are: before mixer and MLP ("pre"), after each ("post"), before and after ("both"), or one before
     # both, which are added to the residual together ("parallel").
     norms: Literal["pre", "post", "both", "parallel"] = "pre"
@@ -280,13 +344,22 @@ class LayerSpec:
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec | None:
-        """The mixer, where it keeps keys and values; None: it keeps a state."""
+        """The mixer, or what of it keeps keys and values; None: it keeps a state alone, or nothing."""
+        if isinstance(self.mixer, PairSpec):
+            return self.mixer.attention
         return None if isinstance(self.mixer, StateMixer) else self.mixer
 
     @property
     def state(self) -> StateSpec | None:
-        """What the mixer keeps of a request, where that is no keys and values."""
-        return self.mixer.state if isinstance(self.mixer, StateMixer) else None
+        """What the mixer keeps of a request beside keys and values, or in their place."""
+        mixer = self.mixer.scan if isinstance(self.mixer, PairSpec) else self.mixer
+        return mixer.state if isinstance(mixer, StateMixer) else None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of a token that mixer and MLP have at most at one moment, beside the residual stream."""
+        mixer, mlp = self.mixer, self.mlp
+        return 0 if mixer is None else mixer.width, 0 if mlp is None else mlp.width
 
 
 @dataclass(frozen=True)

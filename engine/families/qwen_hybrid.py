@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import ModelError
 from .family import (
@@ -17,17 +17,15 @@ from .family import (
     layer_count,
     layer_kinds,
     mlp_spec,
+    named,
 )
-from .layer_spec import DeltaSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, RoutingSpec
+from .layer_spec import DTYPES, DeltaSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, RoutingSpec
 from .qwen import ROUTER_NAMES
 from .raw_config import RawConfig
 from .rope_config import FULL
 
 LINEAR = "linear_attention"
 _GATES: dict[str, Literal["silu", "sigmoid"]] = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
-_DTYPES: dict[str, Literal["float32", "float16", "bfloat16"]] = {
-    "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"
-}  # fmt: skip
 
 
 def _layers(raw: RawConfig, mlps: tuple[MLPSpec | MoESpec, ...], by_head: bool = False) -> tuple[LayerSpec, ...]:
@@ -60,15 +58,8 @@ def _delta(raw: RawConfig, by_head: bool) -> DeltaSpec:
         )
     return DeltaSpec(
         keys, values, raw.count("linear_key_head_dim"), raw.count("linear_value_head_dim"), width,
-        _named(raw, "output_gate_type", _GATES), by_head, _named(raw, "mamba_ssm_dtype", _DTYPES),
+        named(raw, "output_gate_type", _GATES), by_head, named(raw, "mamba_ssm_dtype", DTYPES),
     )  # fmt: skip
-
-
-def _named(raw: RawConfig, key: str, known: dict[str, Any]) -> Any:
-    name = raw.get(key) or raw.defaults[key]
-    if name not in known:
-        raise ModelError(f"config.json: {key} is {name!r:.60}, supported are {', '.join(known)}: use another model")
-    return known[name]
 
 
 def _frame(raw: RawConfig) -> FrameSpec:

@@ -9,6 +9,7 @@ experts: the experts of a mixture
 head: products behind the pooled hidden state, in fp32 whatever the model's type
 linear: the only place that multiplies by weights
 norm: norms, alone or fused with the residual addition before them
+scan: Mamba-2 over its state
 state: what layers that keep a recurrent state have in common
 rope: rotary position embedding (Su et al., arXiv:2104.09864) and the ways to stretch it, as transformers computes
     them

@@ -32,6 +32,7 @@ class Vectors(nn.Module):
     weight: nn.Parameter  # those that it has, by the names there
     bias: nn.Parameter
     A_log: nn.Parameter
+    D: nn.Parameter
     dt_bias: nn.Parameter
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, place: Placement) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.linear.fp8_rows import Fp8Rows
+from ...kernels.norm.activation import silu_mul
 from ..describe.model_config import ModelConfig
 from ..families.layer_spec import LayerSpec, MLPSpec, MoESpec
 from ..layers.experts import Experts
@@ -20,14 +21,18 @@ from ..quant.weights import Placement, WeightMap, keep_at_hand
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) · up(x)), gate and up fused into one product."""
+    """down(act(gate(x)) · up(x)), gate and up fused into one product; without gate, down(act(up(x)))."""
 
     def __init__(self, spec: MLPSpec, hidden: int, place: Placement) -> None:
         super().__init__()
-        assert spec.gated, "there is no MLP without gate yet"
         inner, bias = spec.inner, spec.bias
         parts = {"gate_up": 2 * inner} if spec.fused else {"gate": inner, "up": inner}
+        if not spec.gated:
+            assert not spec.fused and spec.activation == "relu2", "no decoder has another without gate"
+            parts = {"up": inner}
         self.activation = spec.activation
+        self.multipliers = None if spec.multipliers == (1.0, 1.0) else spec.multipliers
+        assert self.multipliers is None or not bias, "biases would be multiplied, too"
         pieces = {"gate_up": (inner, inner)}
         self.gate_up = Linear(hidden, parts, place=place, rule="column", bias=bias, pieces=pieces)
         self.down = Linear(inner, {"out": hidden}, place=place, rule="row", bias=bias)
@@ -39,7 +44,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None) -> Tensor | None:
         """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
-        return self.down.add_to(residual, self.gate_up.activate(x, self.activation, self.down))
+        if self.multipliers is None:
+            return self.down.add_to(residual, self.gate_up.activate(x, self.activation, self.down))
+        products = self.gate_up(x)
+        for half, factor in zip(products.chunk(2, dim=1), self.multipliers, strict=True):
+            half *= factor
+        return self.down.add_to(residual, silu_mul(products))
 
 
 class Mixture(nn.Module):
