@@ -42,7 +42,7 @@ def gated_conv_triton(products: Tensor, weight: Tensor, bias: Tensor | None, rin
     channels, width = weight.shape
     out = torch.empty(len(products), channels, dtype=products.dtype, device=products.device)
     if rows := step.num_decode_rows:
-        _decode_kernel[(triton.cdiv(channels, _BLOCK), rows)](
+        _gated_conv_kernel[(triton.cdiv(channels, _BLOCK), rows)](
             products, weight, weight if bias is None else bias, ring, out,
             step.slots, step.start, step.state_len, step.snap_at, step.snap_slot, step.query_start, products.stride(0),
             CHANNELS=channels, BLOCK=_BLOCK, WIDTH=width, RING=ring.shape[1], QUERY_LEN=step.decode_query_len,
@@ -57,7 +57,7 @@ def gated_conv_triton(products: Tensor, weight: Tensor, bias: Tensor | None, rin
 
 
 @triton.jit
-def _decode_kernel(
+def _gated_conv_kernel(
     products_ptr, weight_ptr, bias_ptr, ring_ptr, out_ptr,
     slots_ptr, start_ptr, state_len_ptr, snap_at_ptr, snap_slot_ptr, query_start_ptr, products_token,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, QUERY_LEN: tl.constexpr,

@@ -14,8 +14,9 @@ from ..launch.pdl import pdl_options
 from .delta_parts import own_sum, own_tile, ring_sum, ring_tile, silu, softplus, weight_tile
 from .step import StateStep
 
-COLUMNS, WARPS = {4: 16, 2: 32}, 1  # of a program; columns by the bytes of a state's element, as delta nets have them
-NARROW = 16  # with drafts, whose states stand beside the folded one
+# Of a state that a program has in registers, by the bytes of an element as it is stored; as delta nets were measured.
+NUMBERS = {4: 2048, 2: 4096}
+NARROW = 2048  # with drafts, whose states stand beside the folded one
 
 
 def scan_decode(
@@ -27,15 +28,15 @@ def scan_decode(
     if not rows:
         return
     _, heads, size, columns = state.shape
-    block = COLUMNS[state.element_size()] if step.decode_query_len == 1 else NARROW
-    block = min(block, columns)
+    numbers = NUMBERS[state.element_size()] if step.decode_query_len == 1 else NARROW
+    block = min(columns, max(8, numbers // size))
     _scan_decode_kernel[(columns // block, heads, rows)](
         raw, dt, conv, conv if conv_bias is None else conv_bias, A_log, D, dt_bias, ring, state, out,
         step.slots, step.start, step.state_len, step.snap_at, step.snap_slot, step.query_start,
         raw.stride(0), dt.stride(0), *limits,
         GROUPS=num_groups, HEADS=heads, N=size, P=columns, COLUMNS=block, WIDTH=conv.shape[1], RING=ring.shape[1],
         TAPS=triton.next_power_of_2(conv.shape[1]), QUERY_LEN=step.decode_query_len, BIAS=conv_bias is not None,
-        num_warps=WARPS, **pdl_options(raw, rows * step.decode_query_len),
+        num_warps=2 if size > 128 else 1, **pdl_options(raw, rows * step.decode_query_len),
     )  # fmt: skip
 
 
@@ -50,8 +51,9 @@ def conv_bias_of(bias_ptr, channels, BIAS: tl.constexpr):
 
 @triton.jit
 def fold_pending(
-    state, first, end, ring_ptr, conv_ptr, values, keys, values_bias, keys_bias, rate, dt_bias, least, most, head,
+    state, first, end, ring_ptr, conv_ptr, conv_bias_ptr, values, keys, rate, dt_bias, least, most, head,
     CHANNELS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr, TAPS: tl.constexpr,
+    BIAS: tl.constexpr,
 ):  # fmt: skip
     """The state [N, columns] after the positions first … end - 1, whose inputs are in the ring. values: channels of x,
     keys: of B."""
@@ -62,8 +64,9 @@ def fold_pending(
         x = ring_sum(ring_ptr, conv_ptr, values, position + 1, end, ROW, WIDTH, RING)
         time = tl.load(ring_ptr + (position & (RING - 1)) * ROW + CHANNELS + head)
         delta = tl.minimum(tl.maximum(softplus(time.to(tl.float32) + dt_bias), least), most)
-        moved = silu(x + values_bias) * delta
-        state = state * tl.exp(-rate * delta) + silu(b + keys_bias)[:, None] * moved[None, :]
+        moved = silu(x + conv_bias_of(conv_bias_ptr, values, BIAS)) * delta
+        b = silu(b + conv_bias_of(conv_bias_ptr, keys, BIAS))
+        state = state * tl.exp(-rate * delta) + b[:, None] * moved[None, :]
     return state
 
 
@@ -88,9 +91,6 @@ def _scan_decode_kernel(
     rate = tl.exp(tl.load(a_log_ptr + head).to(tl.float32))
     dt_bias = tl.load(dt_bias_ptr + head).to(tl.float32)
     skip = tl.load(d_ptr + head).to(tl.float32)
-    values_bias = conv_bias_of(conv_bias_ptr, values, BIAS)
-    keys_bias = conv_bias_of(conv_bias_ptr, keys, BIAS)
-    queries_bias = conv_bias_of(conv_bias_ptr, queries, BIAS)
 
     # As delta_decode has it: what is pending is folded while the kernel before this one still runs.
     slot = tl.load(slots_ptr + row).to(tl.int64)
@@ -109,8 +109,8 @@ def _scan_decode_kernel(
     early_x = ring_sum(own_ring, conv_ptr, values, start + 1, start, ROW, WIDTH, RING)
     first_end = tl.where(snaps, snap_at, start)
     state = fold_pending(
-        state, length, first_end, own_ring, conv_ptr, values, keys, values_bias, keys_bias, rate, dt_bias, least, most,
-        head, CHANNELS, HEADS, WIDTH, RING, TAPS,
+        state, length, first_end, own_ring, conv_ptr, conv_bias_ptr, values, keys, rate, dt_bias, least, most, head,
+        CHANNELS, HEADS, WIDTH, RING, TAPS, BIAS,
     )  # fmt: skip
     if PDL:
         gdc_wait()
@@ -129,8 +129,8 @@ def _scan_decode_kernel(
             tl.store(target + queries, tl.load(own_ring + place + queries), mask=writes_keys & (queries >= 0))
             tl.store(target + keys, tl.load(own_ring + place + keys), mask=writes_keys & (keys >= 0))
         state = fold_pending(
-            state, snap_at, start, own_ring, conv_ptr, values, keys, values_bias, keys_bias, rate, dt_bias, least, most,
-            head, CHANNELS, HEADS, WIDTH, RING, TAPS,
+            state, snap_at, start, own_ring, conv_ptr, conv_bias_ptr, values, keys, rate, dt_bias, least, most, head,
+            CHANNELS, HEADS, WIDTH, RING, TAPS, BIAS,
         )  # fmt: skip
     if start > length:
         tl.store(state_place, state.to(state_ptr.dtype.element_ty))
@@ -145,10 +145,13 @@ def _scan_decode_kernel(
             early_b = ring_tile(own_ring, keys, stop, start, ROW, WIDTH, RING, TAPS)
             early_x = ring_sum(own_ring, conv_ptr, values, stop, start, ROW, WIDTH, RING)
         inputs = early_c + own_tile(raw_ptr, raw_token, queries, stop, start, WIDTH, TAPS)
-        c = silu(tl.sum(inputs * weight_tile(conv_ptr, queries, WIDTH, TAPS), 0) + queries_bias)
+        c = tl.sum(inputs * weight_tile(conv_ptr, queries, WIDTH, TAPS), 0)
+        c = silu(c + conv_bias_of(conv_bias_ptr, queries, BIAS))
         inputs = early_b + own_tile(raw_ptr, raw_token, keys, stop, start, WIDTH, TAPS)
-        b = silu(tl.sum(inputs * weight_tile(conv_ptr, keys, WIDTH, TAPS), 0) + keys_bias)
-        x = silu(early_x + own_sum(raw_ptr, raw_token, conv_ptr, values, stop, start, WIDTH) + values_bias)
+        b = tl.sum(inputs * weight_tile(conv_ptr, keys, WIDTH, TAPS), 0)
+        b = silu(b + conv_bias_of(conv_bias_ptr, keys, BIAS))
+        x = early_x + own_sum(raw_ptr, raw_token, conv_ptr, values, stop, start, WIDTH)
+        x = silu(x + conv_bias_of(conv_bias_ptr, values, BIAS))
         time = tl.load(dt_ptr + at * dt_token + head)
         delta = tl.minimum(tl.maximum(softplus(time.to(tl.float32) + dt_bias), least), most)
         decay = tl.exp(-rate * delta)

@@ -11,11 +11,11 @@ import triton.language as tl
 from torch import Tensor
 
 from .delta_parts import CHUNK, softplus
-from .scan_decode import conv_bias_of, fold_pending
+from .scan_decode import fold_pending
 from .short_conv import short_conv_triton
 from .step import StateStep
 
-COLUMNS, WARPS = 32, 4  # of a program, as the pass of delta nets has them
+COLUMNS, WARPS = 32, 8  # of a program; four warps spill registers
 STAGES = {2: 3, 4: 1}  # by the bytes of an element: those of float32 fill a multiprocessor
 
 
@@ -77,19 +77,17 @@ def _pass_kernel(
     snap_place = state_ptr + tl.load(snap_slot_ptr + row).to(tl.int64) * (HEADS * N * P) + inside
     state = tl.load(state_place, mask=(length > 0) & (inside >= 0), other=0.0).to(tl.float32)
     if length < start:
-        values_bias = conv_bias_of(conv_bias_ptr, values, BIAS)
-        keys_bias = conv_bias_of(conv_bias_ptr, keys, BIAS)
         own_ring = ring_ptr + slot * (RING * (CHANNELS + HEADS))
         middle = tl.where((snap_at > 0) & (snap_at <= start), snap_at, start)
         state = fold_pending(
-            state, length, middle, own_ring, conv_ptr, values, keys, values_bias, keys_bias, rate, dt_bias, least,
-            most, head, CHANNELS, HEADS, WIDTH, RING, TAPS,
+            state, length, middle, own_ring, conv_ptr, conv_bias_ptr, values, keys, rate, dt_bias, least, most,
+            head, CHANNELS, HEADS, WIDTH, RING, TAPS, BIAS,
         )  # fmt: skip
         if snap_at == middle:
             tl.store(snap_place, state.to(state_ptr.dtype.element_ty))
         state = fold_pending(
-            state, middle, start, own_ring, conv_ptr, values, keys, values_bias, keys_bias, rate, dt_bias, least,
-            most, head, CHANNELS, HEADS, WIDTH, RING, TAPS,
+            state, middle, start, own_ring, conv_ptr, conv_bias_ptr, values, keys, rate, dt_bias, least, most,
+            head, CHANNELS, HEADS, WIDTH, RING, TAPS, BIAS,
         )  # fmt: skip
 
     base = token.to(tl.int64) - start

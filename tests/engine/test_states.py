@@ -23,7 +23,9 @@ from .test_adapters import greedy_params, load, running, tokens_of
 
 LENGTH = 20
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
-FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe")
+FAMILIES = (
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "granitemoehybrid", "falcon_h1", "nemotron_h"
+)  # fmt: skip
 
 
 @pytest.fixture(params=FAMILIES)

@@ -71,6 +71,10 @@ FAMILIES = {
 }
 # Whose layers differ from one another, or from llama's: test_{published,hybrid}_families.py have them.
 UNLIKE = {
+    "bamba": "BambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
