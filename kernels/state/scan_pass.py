@@ -15,8 +15,9 @@ from .scan_decode import fold_pending
 from .short_conv import short_conv_triton
 from .step import StateStep
 
-COLUMNS, WARPS = 32, 8  # of a program; four warps spill registers
-STAGES = {2: 3, 4: 1}  # by the bytes of an element: those of float32 fill a multiprocessor
+# Of a program: numbers of a state, and warps; four of them, or more numbers, spill registers.
+NUMBERS, WARPS = 4096, 8
+STAGES = {2: 2, 4: 1}  # by the bytes of an element: more do not fit a multiprocessor
 
 
 def scan_prompts(
@@ -30,7 +31,7 @@ def scan_prompts(
         return
     mixed = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
     short_conv_triton(raw, conv, ring, step, conv_bias, "silu", out=mixed)
-    block = min(COLUMNS, columns)
+    block = min(columns, max(16, NUMBERS // size))
     _pass_kernel[(columns // block, heads, step.num_rows)](
         mixed, dt, conv, conv if conv_bias is None else conv_bias, A_log, D, dt_bias, ring, state, out,
         step.slots, step.start, step.state_len, step.fold_to, step.snap_at, step.snap_slot, step.query_start,
