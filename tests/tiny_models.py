@@ -111,7 +111,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5], "mlp_multipliers": [0.8, 0.7],
         "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4},
     "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24,
-        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "num_experts_per_tok": 3, "n_routed_experts": 8, "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2,
+        "moe_shared_expert_intermediate_size": 56, "moe_latent_size": 48, "routed_scaling_factor": 1.5,
+        "time_step_min": 1e-20},  # which transformers takes for a limit of prompts' time steps, and of no others
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
     "qwen3_next": {**_DELTA, **_EXPERTS},

@@ -263,7 +263,7 @@ def _parameters(layer: LayerSpec, hidden: int) -> tuple[int, int]:
         both = mixer + (2 + mlp.gated) * mlp.inner * hidden
         return both, both
     assert isinstance(mlp, MoESpec)
-    expert, shared = 3 * mlp.inner * hidden, 3 * mlp.shared_inner * hidden
+    expert, shared = mlp.expert_size(hidden), (2 + mlp.gated) * mlp.shared_inner * hidden + 2 * mlp.latent * hidden
     return (mixer + shared + mlp.routing.num_experts * expert, mixer + shared + mlp.routing.top_k * expert)
 
 

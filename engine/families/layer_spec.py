@@ -234,7 +234,7 @@ class RoutingSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts, each an MLP of `inner` gates; `shared_inner`: of the expert that every token goes to."""
+    """A mixture of experts, each a gated MLP of `inner`; `shared_inner`: of the expert that every token goes to."""
 
     inner: int
     routing: RoutingSpec
@@ -242,7 +242,9 @@ class MoESpec:
     shared_gate: bool = False  # the shared expert's result is multiplied by the sigmoid of one more product
     shared_fused: bool = False  # the file has its gate and up in one matrix
     bias: bool = False  # of all products of the experts
-    activation: Literal["silu", "clamped", "gelu_tanh"] = "silu"  # clamped: gpt-oss's
+    activation: Literal["silu", "clamped", "gelu_tanh", "relu2"] = "silu"  # clamped: gpt-oss's
+    gated: bool = True  # else experts, the shared one too, are down(act(up(x)))
+    latent: int = 0  # experts read a product of this length, and another one makes their sum as wide as the stream
     # The weights multiply what experts read, not what they make. Of one expert a token, by the sigmoid of its logit.
     weighs_input: bool = False
     # Router and experts read the residual stream beside the shared expert, each after a norm of its own; the router's
@@ -255,6 +257,10 @@ class MoESpec:
     stored: Literal["", "stacked", "transposed", "blocks"] = ""
     stacked_names: tuple[str, str] = ("gate_up_proj", "down_proj")  # behind the path of the experts
     interleaved: bool = False  # where gate and up are one tensor: their rows in turn, not all of gate first
+
+    def expert_size(self, hidden: int) -> int:
+        """Parameters of an expert, but for biases."""
+        return (2 + self.gated) * self.inner * (self.latent or hidden)
 
     @property
     def width(self) -> int:

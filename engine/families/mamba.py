@@ -14,12 +14,13 @@ from .family import (
     attention_spec,
     check_attends,
     conv_width,
+    expert_counts,
     layer_count,
     layer_kinds,
     mlp_spec,
     named,
 )
-from .layer_spec import DTYPES, FrameSpec, LayerSpec, MLPSpec, PairSpec, ScanSpec
+from .layer_spec import DTYPES, FrameSpec, LayerSpec, MLPSpec, MoESpec, PairSpec, RoutingSpec, ScanSpec
 from .llama import GRANITE_MOE_NAMES, granite_frame, granite_mixture
 from .raw_config import RawConfig
 from .rope_config import FULL
@@ -206,8 +207,29 @@ def _blocks(raw: RawConfig) -> list[str]:
     return kinds
 
 
+def _mixture(raw: RawConfig) -> MoESpec:
+    """Experts without gates, chosen by sigmoids with a bias, and a shared one; they may read a shorter vector."""
+    num_experts, top_k = expert_counts(raw, "n_routed_experts", "num_local_experts")
+    if raw.get("mlp_bias"):
+        raise ModelError("config.json: mlp_bias is set, which is not supported beside experts: use another model")
+    routing = RoutingSpec(
+        num_experts, top_k, score="sigmoid", correction=True, num_groups=raw.count("n_group"),
+        kept_groups=raw.count("topk_group"), group_score="top2", renormalize=bool(raw.get("norm_topk_prob")),
+        epsilon=1e-20, factor=raw.number("routed_scaling_factor"), fp32=True,
+    )  # fmt: skip
+    shared = raw.count("moe_shared_expert_intermediate_size") if raw.size("n_shared_experts") else 0
+    return MoESpec(
+        raw.count("moe_intermediate_size"), routing, shared, activation="relu2", gated=False,
+        latent=raw.optional_count("moe_latent_size") or 0,
+    )  # fmt: skip
+
+
 def nemotron_h_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
-    """Layers of one mixer, or one MLP, each behind one norm; attention without rotation, MLPs without gates."""
+    """Layers of one mixer, or one MLP, each behind one norm; attention without rotation, MLPs without gates.
+
+    time_step_min is what time steps began with in training, and no limit of them: the kernels that these models were
+    trained with have none, nor has transformers when it decodes.
+    """
     activation_of(raw, "mamba_hidden_act")
     if raw.optional_count("head_dim") is None or "attention_head_dim" in raw.values:
         size = raw.optional_count("attention_head_dim") or raw.defaults["head_dim"]
@@ -227,7 +249,7 @@ def nemotron_h_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     kinds = _blocks(raw)
     layers = {SCAN: LayerSpec(scan, None), FULL: LayerSpec(attention, None), "mlp": LayerSpec(None, mlp)}
     if "moe" in kinds:
-        raise ModelError("config.json: layers of the kind moe are not supported: use another model")
+        layers["moe"] = LayerSpec(None, _mixture(raw))
     return tuple(layers[kind] for kind in kinds)
 
 
@@ -240,6 +262,8 @@ NEMOTRON_H = Family(
         (".input_layernorm", ".norm"),
         (".self_attn.", ".mixer."),
         (".mamba", ".mixer"),
+        (".mlp.router", ".mixer.gate"),
+        (".mlp.shared_expert.", ".mixer.shared_experts."),
         (".mlp.", ".mixer."),
         ("model.", "backbone."),
     ),

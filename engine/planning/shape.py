@@ -106,7 +106,7 @@ def shape_of(
             whole = whole_experts(routing.num_experts, spec.inner, size, weights.experts.codes, expert_parallel)
             num_experts = routing.num_experts // size if whole else routing.num_experts
             chosen = routing.top_k / (size if whole else 1)
-            expert += 3 * spec.inner * hidden / (1 if whole else size)
+            expert += spec.expert_size(hidden) / (1 if whole else size)
     kept = sum(spec.token_elements for spec in kv_shares(model, size, indices))
     return Shape(
         weights=weights,
@@ -190,7 +190,7 @@ def kept_weights(model: ModelConfig, dtype: torch.dtype, codes: bool = True) -> 
 def _matrices(holder: WeightHolder, part: str) -> Iterator[tuple[int, int]]:
     """(rows, columns) of those that may be quantised."""
     if isinstance(holder, Experts):
-        names = ("gate", "up", "down") * holder.num_experts if part == STACKED else (part.partition(".")[2],)
+        names = holder.parts * holder.num_experts if part == STACKED else (part.partition(".")[2],)
         yield from map(holder.shape_of, names)
     elif isinstance(holder, Linear) and not isinstance(holder, LMHead):
         yield holder.shape.parts[part], holder.shape.in_features

@@ -44,7 +44,7 @@ def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored
 def _experts(config: ModelConfig) -> int:
     """Parameters of experts."""
     mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)]
-    return sum(3 * mlp.routing.num_experts * mlp.inner * config.hidden_size for mlp in mixtures)
+    return sum(mlp.routing.num_experts * mlp.expert_size(config.hidden_size) for mlp in mixtures)
 
 
 def orders_experts(config: ModelConfig, on_card: bool) -> bool:

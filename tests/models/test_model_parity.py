@@ -211,6 +211,8 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "nemotron_h": {
         "gqa": {},
+        "experts at the end": {"layers_block_type": ["linear_attention", "full_attention", "moe"], "n_group": 1,
+            "topk_group": 1, "moe_latent_size": None, "norm_topk_prob": False},
         "an MLP at the end": {"layers_block_type": ["full_attention", "linear_attention", "mlp"], "mlp_bias": True,
             "use_bias": True, "use_conv_bias": False},
     },
