@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from ...kernels.state.group_norm import gated_group_norm
-from ...kernels.state.scan import ScanWeights, scan
+from ...kernels.state.scan import scan
+from ...kernels.state.scan_decode import ScanWeights
 from ...kernels.state.step import StateStep
 from ..families.layer_spec import ScanSpec
 from ..quant.weights import Placement, WeightMap

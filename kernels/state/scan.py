@@ -10,30 +10,15 @@ S ← exp(L_end) S + (B exp(L_end - L))ᵀ Δ x. Chunks end where a position is 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .delta_parts import CHUNK
-from .scan_decode import scan_decode
+from .scan_decode import ScanWeights, scan_decode
 from .scan_pass import scan_prompts
 from .short_conv import convolve, past_inputs, write_ring_torch, write_ring_triton
 from .step import StateStep
-
-
-@dataclass(frozen=True)
-class ScanWeights:
-    """Of a layer: those of the convolution [C, W] and its bias [C] or None, of any float dtype; A_log, D and dt_bias
-    fp32 [H]; the limits of Δ."""
-
-    conv: Tensor
-    conv_bias: Tensor | None
-    A_log: Tensor
-    D: Tensor
-    dt_bias: Tensor
-    limits: tuple[float, float] = (0.0, float("inf"))
 
 
 def scan(
@@ -60,11 +45,9 @@ def scan_triton(
             "the CPU"
         )
     out = torch.empty(len(raw), heads, columns, dtype=raw.dtype, device=raw.device)
-    conv = weights.conv, weights.conv_bias
-    of_heads = weights.A_log, weights.D, weights.dt_bias, weights.limits
-    scan_decode(raw, dt, *conv, *of_heads, ring, state, step, num_groups, out)
+    scan_decode(raw, dt, weights, ring, state, step, num_groups, out)
     if step.prompts.num_rows:
-        scan_prompts(raw, dt, *conv, *of_heads, ring, state, step.prompts, num_groups, out)
+        scan_prompts(raw, dt, weights, ring, state, step.prompts, num_groups, out)
         write_ring_triton(raw, dt, ring, step.prompts, weights.conv.shape[1])
     return out
 

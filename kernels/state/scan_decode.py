@@ -5,6 +5,8 @@ As in delta_decode, a program has a few columns of one head's state, and makes B
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -19,9 +21,22 @@ NUMBERS = {4: 2048, 2: 4096}
 NARROW = 2048  # with drafts, whose states stand beside the folded one
 
 
+@dataclass(frozen=True)
+class ScanWeights:
+    """Of a layer: those of the convolution [C, W] and its bias [C] or None, of any float dtype; A_log, D and dt_bias
+    fp32 [H]; the limits of Δ."""
+
+    conv: Tensor
+    conv_bias: Tensor | None
+    A_log: Tensor
+    D: Tensor
+    dt_bias: Tensor
+    limits: tuple[float, float] = (0.0, float("inf"))
+
+
 def scan_decode(
-    raw: Tensor, dt: Tensor, conv: Tensor, conv_bias: Tensor | None, A_log: Tensor, D: Tensor, dt_bias: Tensor,
-    limits: tuple[float, float], ring: Tensor, state: Tensor, step: StateStep, num_groups: int, out: Tensor,
+    raw: Tensor, dt: Tensor, weights: ScanWeights, ring: Tensor, state: Tensor, step: StateStep, num_groups: int,
+    out: Tensor,
 ) -> None:  # fmt: skip
     """The step's decode rows, as `scan` says; into out [T, H, P], contiguous."""
     rows = step.num_decode_rows
@@ -30,12 +45,13 @@ def scan_decode(
     _, heads, size, columns = state.shape
     numbers = NUMBERS[state.element_size()] if step.decode_query_len == 1 else NARROW
     block = min(columns, max(8, numbers // size))
+    conv, bias = weights.conv, weights.conv_bias
     _scan_decode_kernel[(columns // block, heads, rows)](
-        raw, dt, conv, conv if conv_bias is None else conv_bias, A_log, D, dt_bias, ring, state, out,
+        raw, dt, conv, conv if bias is None else bias, weights.A_log, weights.D, weights.dt_bias, ring, state, out,
         step.slots, step.start, step.state_len, step.snap_at, step.snap_slot, step.query_start,
-        raw.stride(0), dt.stride(0), *limits,
+        raw.stride(0), dt.stride(0), *weights.limits,
         GROUPS=num_groups, HEADS=heads, N=size, P=columns, COLUMNS=block, WIDTH=conv.shape[1], RING=ring.shape[1],
-        TAPS=triton.next_power_of_2(conv.shape[1]), QUERY_LEN=step.decode_query_len, BIAS=conv_bias is not None,
+        TAPS=triton.next_power_of_2(conv.shape[1]), QUERY_LEN=step.decode_query_len, BIAS=bias is not None,
         num_warps=2 if size > 128 else 1, **pdl_options(raw, rows * step.decode_query_len),
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .delta_parts import CHUNK, softplus
-from .scan_decode import fold_pending
+from .scan_decode import ScanWeights, fold_pending
 from .short_conv import short_conv_triton
 from .step import StateStep
 
@@ -21,23 +21,24 @@ STAGES = {2: 2, 4: 1}  # by the bytes of an element: more do not fit a multiproc
 
 
 def scan_prompts(
-    raw: Tensor, dt: Tensor, conv: Tensor, conv_bias: Tensor | None, A_log: Tensor, D: Tensor, dt_bias: Tensor,
-    limits: tuple[float, float], ring: Tensor, state: Tensor, step: StateStep, num_groups: int, out: Tensor,
+    raw: Tensor, dt: Tensor, weights: ScanWeights, ring: Tensor, state: Tensor, step: StateStep, num_groups: int,
+    out: Tensor,
 ) -> None:  # fmt: skip
     """The rows of a step without decode rows, as `scan` says, but for the ring, which is only read; into out
     [T, H, P], contiguous."""
     _, heads, size, columns = state.shape
     if not step.num_rows or not len(raw):
         return
+    conv, bias = weights.conv, weights.conv_bias
     mixed = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
-    short_conv_triton(raw, conv, ring, step, conv_bias, "silu", out=mixed)
+    short_conv_triton(raw, conv, ring, step, bias, "silu", out=mixed)
     block = min(columns, max(16, NUMBERS // size))
     _pass_kernel[(columns // block, heads, step.num_rows)](
-        mixed, dt, conv, conv if conv_bias is None else conv_bias, A_log, D, dt_bias, ring, state, out,
+        mixed, dt, conv, conv if bias is None else bias, weights.A_log, weights.D, weights.dt_bias, ring, state, out,
         step.slots, step.start, step.state_len, step.fold_to, step.snap_at, step.snap_slot, step.query_start,
-        dt.stride(0), *limits,
+        dt.stride(0), *weights.limits,
         GROUPS=num_groups, HEADS=heads, N=size, P=columns, COLUMNS=block, WIDTH=conv.shape[1], RING=ring.shape[1],
-        TAPS=triton.next_power_of_2(conv.shape[1]), CHUNK=CHUNK, BIAS=conv_bias is not None,
+        TAPS=triton.next_power_of_2(conv.shape[1]), CHUNK=CHUNK, BIAS=bias is not None,
         num_warps=WARPS, num_stages=STAGES[raw.element_size()],
     )  # fmt: skip
 

@@ -134,15 +134,14 @@ def launch_dependent_kernels() -> None:
         bf16(4, 8, 8256), torch.zeros(4, 32, 128, 128), step, 16, bf16(3, 32, 128),
     )  # fmt: skip
 
-    limits = 0.0, float("inf")
     for heads, rows, groups in ((128, 128, 1), (96, 256, 8)):
         channels = heads * 64 + 2 * groups * rows
         both, ring = bf16(3, heads * 65 + channels), bf16(4, 8, channels + heads)
         raw, dt = both[:, heads * 64 : heads * 64 + channels], both[:, heads * 64 + channels :]
         vectors = [torch.zeros(heads)] * 3
-        conv = bf16(channels, 4), bf16(channels)
+        weights = scan_decode.ScanWeights(bf16(channels, 4), bf16(channels), *vectors)
         state, out = torch.zeros(4, heads, rows, 64), bf16(3, heads, 64)
-        scan_decode.scan_decode(raw, dt, *conv, *vectors, limits, ring, state, step, groups, out)
+        scan_decode.scan_decode(raw, dt, weights, ring, state, step, groups, out)
         group_norm.gated_group_norm_triton(out.view(3, -1), both[:, : heads * 64], bf16(heads * 64), groups, 1e-6)
     gated_conv.gated_conv_triton(bf16(3, 6144), bf16(2048, 3), None, bf16(4, 4, 2048), step)
 

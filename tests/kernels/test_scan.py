@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vserve.kernels.state import group_norm
 from vserve.kernels.state import scan as module
+from vserve.kernels.state.scan_decode import ScanWeights
 from vserve.kernels.state.step import StateStep
 
 from .states import WIDTH, Piece, Sequence, Stepped
@@ -36,7 +37,7 @@ class Scan(Stepped):
         decays = (0.693 / torch.logspace(0, 4, HEADS, device=device)).log()
         bias = torch.randn(self.raw_size, generator=rng).to(device) if biased else None
         weight = (torch.randn(self.raw_size, WIDTH, generator=rng) / 2).to(device)
-        self.weights = module.ScanWeights(weight, bias, decays, vectors[0] - 0.5, vectors[1] + 0.5, limits)
+        self.weights = ScanWeights(weight, bias, decays, vectors[0] - 0.5, vectors[1] + 0.5, limits)
         nan, ring = float("nan"), 1 << (WIDTH - 1 + 2 * (1 + drafts) - 1).bit_length()
         self.ring = torch.full((10, ring, self.raw_size + HEADS), nan, device=device)
         self.state = torch.full((10, HEADS, ROWS, COLUMNS), nan, device=device)

@@ -53,7 +53,7 @@ def test_compiles_without_spills(
 
 SCAN = """
 from vserve.kernels.launch import pdl
-from vserve.kernels.state import gated_conv, scan
+from vserve.kernels.state import gated_conv, scan, scan_decode
 from vserve.kernels.state.step import StateStep
 
 pdl.pdl_available = lambda device: True
@@ -65,7 +65,7 @@ columns = [torch.zeros(3, dtype=torch.int32) for _ in range(6)]
 step = StateStep(*columns, torch.zeros(4, dtype=torch.int32), rows, 1 + drafts)  # the rows behind them: prompts
 ring = torch.zeros(4, 8 if drafts == 0 else 16, channels + heads, dtype=torch.bfloat16)
 vectors = [torch.zeros(heads) for _ in range(3)]
-weights = scan.ScanWeights(
+weights = scan_decode.ScanWeights(
     torch.zeros(channels, 4, dtype=torch.bfloat16), torch.zeros(channels, dtype=torch.bfloat16), *vectors
 )
 state = torch.zeros(4, heads, size, 64, dtype=dtype)
