@@ -186,11 +186,12 @@ def test_states_of_sixteen_bits_are_near(tiny_model, engine, dtype: str) -> None
     assert near[0].logprobs != exact[0].logprobs
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("family", ["qwen3_5_text", "qwen3_next", "falcon_h1"])
 def test_adapters_of_projections_are_as_merged(tiny_model, engine, tmp_path: Path, family: str) -> None:
     """Those of two adapters and of none at once, twice: snapshots of one are not another's."""
     folder = Path(tiny_model(family))
-    targets = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj_a", "in_proj_ba", "out_proj", "q_proj", "o_proj")
+    targets = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj_a", "in_proj_ba", "in_proj", "out_proj",
+               "q_proj", "o_proj")  # fmt: skip
     adapters = [None, *(write_adapter(tmp_path / str(seed), folder, targets, seed=seed) for seed in (1, 2))]
     (prompt,) = drawn(150)
     expected = [merged(folder, adapter) for adapter in adapters]
