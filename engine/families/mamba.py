@@ -185,7 +185,7 @@ FALCON_H1 = Family(
 )  # fmt: skip
 
 
-_BLOCKS = {"M": SCAN, "*": FULL, "-": "mlp", "E": "moe"}  # of hybrid_override_pattern
+_BLOCKS = {"M": SCAN, "E": "moe", "*": FULL, "-": "mlp"}  # of hybrid_override_pattern; the order is the default's
 
 
 def _blocks(raw: RawConfig) -> list[str]:

@@ -21,6 +21,7 @@ from ..quant.eight_bits import Fp8
 from ..quant.experts import Biases, ExpertsMethod, PackedExperts, QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from ..quant.fp4 import decode_experts
+from ..quant.online import Online
 from ..quant.settings import SCALES
 from ..quant.weights import Placement, copy_weight, keep_at_hand
 
@@ -68,7 +69,9 @@ class Experts(nn.Module):
         }
 
     def choose(self, formats: Mapping[str, Format]) -> None:
-        self.formats = dict(formats)
+        # Kernels of codes have gates: what a checkpoint has as codes becomes numbers, and what is numbers stays so.
+        online = any(isinstance(format, Online) for format in formats.values())
+        self.formats = {} if online and not self.spec.gated else dict(formats)
         place, size = self.place, self.place.tp_size
         if whole_experts(self.num_experts, self.spec.inner, size, bool(formats), place.whole_experts):
             first, count = place.span(self.num_experts)
@@ -90,7 +93,7 @@ class Experts(nn.Module):
             biases = place.empty(len(self.mine), 2 * inner), place.empty(len(self.mine), self.hidden)
             self.gate_up_bias, self.down_bias = self.biases = biases
         if self.formats and not self.spec.gated:
-            self.method = self._numbers()  # kernels of codes have gates
+            self.method = self._numbers()
         elif self.formats and place.device.type in CODES_ON:
             self.method = QuantizedExperts(len(self.mine), place, self._limit)
         elif self.formats:

@@ -48,15 +48,21 @@ def _experts(config: ModelConfig) -> int:
 
 
 def orders_experts(config: ModelConfig, on_card: bool) -> bool:
-    """Whether codes of experts become numbers on a card, whose kernels take no order of columns."""
-    return on_card and count_ordered_experts(config) > 0
+    """Whether codes of experts become numbers: where experts have no gates, and on a card, whose kernels take no order
+    of columns."""
+    return _without_gates(config) or (on_card and count_ordered_experts(config) > 0)
+
+
+def _without_gates(config: ModelConfig) -> bool:
+    return any(isinstance(layer.mlp, MoESpec) and not layer.mlp.gated for layer in config.layers)
 
 
 def _ordered_experts(config: ModelConfig, parameters: int, on_card: bool) -> float:
     """Those of a rank's `parameters`."""
     if not orders_experts(config, on_card):
         return 0.0
-    return parameters * count_ordered_experts(config) / count_parameters(config)
+    count = _experts(config) if _without_gates(config) else count_ordered_experts(config)
+    return parameters * count / count_parameters(config)
 
 
 def _with_codes(config: ModelConfig, parameters: int, dtype: torch.dtype, bytes_each: float) -> int:

@@ -153,7 +153,7 @@ def test_falcon_h1_has_both_in_every_layer() -> None:
         (BAMBA_9B | {"mamba_d_conv": 1}, "mamba_d_conv is 1, from 2 to 8 are run"),
         (
             NANO_3 | {"hybrid_override_pattern": "MX*"},
-            "of the kinds linear_attention, full_attention, mlp, moe are run",
+            "of the kinds linear_attention, moe, full_attention, mlp are run",
         ),
         (NANO_3 | {"hybrid_override_pattern": "ME"}, "no layer is of the type full_attention"),
         (NANO_3 | {"mlp_hidden_act": "silu"}, "mlp_hidden_act is 'silu', supported is relu2"),
