@@ -24,7 +24,8 @@ from .test_adapters import greedy_params, load, running, tokens_of
 LENGTH = 20
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
 FAMILIES = (
-    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "lfm2_moe", "granitemoehybrid", "falcon_h1", "nemotron_h"
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "falcon_h1", "nemotron_h",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("lfm2_moe", "granitemoehybrid")),
 )  # fmt: skip
 
 
