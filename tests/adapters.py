@@ -62,6 +62,8 @@ def write_adapter(
     for module in modules_of(base, whole):
         tensors[f"{PREFIX}{module}.weight"] = random(*weights[f"{module}.weight"].shape)
     folder.mkdir(parents=True, exist_ok=True)
+    # As transformers calls Nemotron's modules, but for their files.
+    tensors = {name.replace(f"{PREFIX}backbone.", f"{PREFIX}model."): value for name, value in tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
     defaults = {
         "peft_type": "LORA", "r": rank if isinstance(rank, int) else 4, "lora_alpha": 8,

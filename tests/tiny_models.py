@@ -33,6 +33,8 @@ _DELTA = {
     "layer_types": ["linear_attention", "full_attention", "linear_attention", "full_attention"], "num_hidden_layers": 4,
     "linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 8, "linear_value_head_dim": 16,
 }  # fmt: skip
+# Sizes of Mamba-2, of which none is as large as another.
+_MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 24, "num_hidden_layers": 3}
 _EXPERTS = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40,
     "shared_expert_intermediate_size": 56, "initializer_range": 0.15}  # fmt: skip
 _GRANITE = {"embedding_multiplier": 3.0, "logits_scaling": 0.5, "residual_multiplier": 0.4, "attention_multiplier": 0.2}
@@ -106,6 +108,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "sliding_attention", "full_attention"]},
     "granitemoe": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE},
     "granitemoeshared": {"num_experts_per_tok": 3, "num_local_experts": 5, **_GRANITE, "shared_intermediate_size": 56},
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "block_multiple_of": 16},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv"], "num_hidden_layers": 3, "num_dense_layers": 1,
+        "num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_size": 40, "initializer_range": 0.2},
+    "granitemoehybrid": {**_MAMBA, **_GRANITE, "num_experts_per_tok": 3, "num_local_experts": 5,
+        "shared_intermediate_size": 56, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+    "bamba": {**_MAMBA, "attn_layer_indices": [1]},
+    "falcon_h1": {**_MAMBA, "num_hidden_layers": 2, "mamba_d_ssm": 128, "key_multiplier": 0.6,
+        "attention_in_multiplier": 0.9, "attention_out_multiplier": 0.8, "ssm_in_multiplier": 0.7,
+        "ssm_out_multiplier": 0.6, "ssm_multipliers": [0.9, 0.8, 0.7, 0.6, 0.5], "mlp_multipliers": [0.8, 0.7],
+        "embedding_multiplier": 3.0, "lm_head_multiplier": 0.4},
+    "nemotron_h": {"mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 24,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "linear_attention"],
+        "num_experts_per_tok": 3, "n_routed_experts": 8, "moe_intermediate_size": 40, "n_group": 4, "topk_group": 2,
+        "moe_shared_expert_intermediate_size": 56, "moe_latent_size": 48, "routed_scaling_factor": 1.5,
+        "time_step_min": 1e-20},  # which transformers takes for a limit of prompts' time steps, and of no others
     "qwen3_5_text": _DELTA,
     "qwen3_5_moe_text": {**_DELTA, **_EXPERTS},
     "qwen3_next": {**_DELTA, **_EXPERTS},
@@ -236,7 +253,7 @@ def tiny_config(family: str, **overrides: Any) -> Any:
         outer = {key: text.pop(key) for key in ("tie_word_embeddings",)}
         outer |= QWEN_TOKENS if family.startswith("qwen") else _TOKENS.get(family, {})
         return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=sight, **outer)
-    if family.startswith("granitemoe"):
+    if family.startswith(("granitemoe", "lfm2", "bamba")):
         del values["head_dim"]
     # A copy, for config classes write into what they are given.
     return AutoConfig.for_model(family, **deepcopy(values | FAMILIES.get(family, {}) | overrides))
@@ -292,7 +309,7 @@ def tiny_checkpoint(
                 torch.nn.init.normal_(weight, 0.0, 0.5)
             elif name.endswith(("lambda_1", "lambda_2")):
                 torch.nn.init.normal_(weight, 0.7, 0.2)
-            elif name.endswith("sinks"):
+            elif name.endswith((".D", "sinks")):
                 torch.nn.init.normal_(weight, 0.0, 2.0)
             elif "norm" in name or name.endswith(("router.scale", "per_expert_scale", "layer_scalar")):
                 torch.nn.init.normal_(weight, 1.0, 0.3)

@@ -27,10 +27,11 @@ _MATRIX = re.compile(
 
 def names_in_base(name: str) -> Iterator[str]:
     """What a module or parameter may be called in the base's checkpoint: adapters are trained with or without a head
-    around the model, and transformers 5 calls Mixtral's mixtures as all others, but for their files."""
+    around the model, and transformers 5 calls Mixtral's mixtures and Nemotron's body as all others, but in files."""
     for path in (name, f"model.{name}", name.removeprefix("model.")):
         yield path
         yield path.replace(".mlp.", ".block_sparse_moe.")
+    yield f"backbone.{name.removeprefix('model.')}"
 
 
 @dataclass

@@ -156,6 +156,8 @@ def modules(model: Model) -> Iterator[tuple[str, WeightHolder, str]]:
         if not isinstance(holder, Experts):
             yield path, holder, part
             continue
+        if not holder.spec.gated:
+            continue  # kernels of adapters have gates
         if part != STACKED:
             yield path, holder, part
         else:

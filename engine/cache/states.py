@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...kernels.state.slots import copy_slots
 from ..families.layer_spec import StateSpec
-from ..layers.delta import DeltaNet
+from ..layers.state import StateLayer
 
 CHUNK = 64  # tokens: snapshots are made at multiples of it, where kernels cut prompts
 
@@ -56,12 +56,17 @@ class StateStorage:
     """The slots of all layers, once they are allocated."""
 
     def __init__(
-        self, layout: StateLayout, layers: Sequence[DeltaNet], num_slots: int, dtype: torch.dtype, device: torch.device
+        self,
+        layout: StateLayout,
+        layers: Sequence[StateLayer],
+        num_slots: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         """dtype: of the activations. The layers are bound to it."""
         self.num_slots, self.tensors = num_slots, []
         for layer, (ring, matrices) in zip(layers, layout.allocate(num_slots, dtype, device), strict=True):
             layer.bind(ring, matrices)
-            self.tensors += [ring, matrices]
+            self.tensors += [tensor for tensor in (ring, matrices) if tensor.numel()]
         nowhere = torch.zeros(1, dtype=torch.int32, device=device)
         copy_slots(self.tensors, nowhere, nowhere)  # copies nothing: the first hit is not to wait for a compiler

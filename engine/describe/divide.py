@@ -9,12 +9,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from ..errors import ModelError
 from ..families.layer_spec import (
     AttentionSpec,
+    ConvSpec,
     DeltaSpec,
     KVSpec,
     LatentAttentionSpec,
     LayerSpec,
+    MixerSpec,
     MLPSpec,
     MoESpec,
+    PairSpec,
+    ScanSpec,
+    StateMixer,
     StateSpec,
 )
 from ..options.speculation import drafts_by_model
@@ -102,8 +107,12 @@ def kv_shares(config: ModelConfig, size: int, layers: Iterable[int] | None = Non
 def state_shares(config: ModelConfig, size: int, layers: Iterable[int] | None = None) -> list[StateSpec]:
     """What a rank keeps of a request in each layer with a recurrent state, of `layers` (indexes) or all: of its
     heads."""
-    mixers = (config.layers[index].mixer for index in (range(len(config.layers)) if layers is None else layers))
-    return [mixer.share(size).state for mixer in mixers if isinstance(mixer, DeltaSpec)]
+    found = []
+    for index in range(len(config.layers)) if layers is None else layers:
+        layer = config.layers[index]
+        state = layer.mixer.share(size).state if isinstance(layer.mixer, DeltaSpec) else layer.state
+        found += [] if state is None else [state]
+    return found
 
 
 def whole_experts(num_experts: int, inner: int, size: int, quantised: bool, wanted: bool) -> bool:
@@ -133,10 +142,15 @@ def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]
     elif isinstance(attention, DeltaSpec):
         if attention.num_key_heads % size:
             yield f"{attention.num_key_heads} heads of keys of a gated delta net"
+    elif isinstance(attention, StateMixer | PairSpec):
+        if size > 1:
+            yield "a recurrent state"
     elif isinstance(attention, AttentionSpec):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if heads % size or (keys % size and size % keys):
             yield f"{heads} attention heads" + (f" over {keys} of keys and values" if keys != heads else "")
+    if mlp is None:
+        return
     if isinstance(mlp, MLPSpec):
         if mlp.inner % size:
             yield f"an MLP of {mlp.inner}"
@@ -181,9 +195,10 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
         )
     if config.has_state:
         for number, part in enumerate(stage_layers(config, size, counts), 1):
-            kept = {config.layers[index].state is None for index in part}
-            if len(kept) < 2:
-                lacking = "a recurrent state" if kept == {True} else "attention"
+            layers = [config.layers[index] for index in part]
+            kept = {"attention": any(layer.attention is not None for layer in layers)}
+            kept["a recurrent state"] = any(layer.state is not None for layer in layers)
+            if lacking := " and ".join(what for what, there in kept.items() if not there):
                 raise ModelError(
                     f"--pipeline-parallel-size {size}: stage {number} would have no layer with {lacking}, and of such "
                     "a model each needs one: take fewer stages, or say --pipeline-layer-partition"
@@ -280,18 +295,29 @@ def patch_cost(config: ModelConfig) -> float:
 
 def _parameters(layer: LayerSpec, hidden: int) -> tuple[int, int]:
     """(that a layer has, that a token meets), about: norms and biases are small."""
-    mixer, mlp = sum(_mixer(layer.mixer, hidden)), layer.mlp
+    mixer, mlp = 0 if layer.mixer is None else sum(_mixer(layer.mixer, hidden)), layer.mlp
+    if mlp is None:
+        return mixer, mixer
     if isinstance(mlp, MLPSpec):
         both = mixer + (2 + mlp.gated) * mlp.inner * hidden
         return both, both
     assert isinstance(mlp, MoESpec)
-    expert, shared = 3 * mlp.inner * hidden, 3 * mlp.shared_inner * hidden
+    expert, shared = mlp.expert_size(hidden), (2 + mlp.gated) * mlp.shared_inner * hidden + 2 * mlp.latent * hidden
     return (mixer + shared + mlp.routing.num_experts * expert, mixer + shared + mlp.routing.top_k * expert)
 
 
-def _mixer(spec: AttentionSpec | LatentAttentionSpec | DeltaSpec, hidden: int) -> Iterator[int]:
+def _mixer(spec: MixerSpec, hidden: int) -> Iterator[int]:
     if isinstance(spec, DeltaSpec):
         yield hidden * (spec.channels + 2 * spec.value_size + 2 * spec.num_value_heads)
+        return
+    if isinstance(spec, ConvSpec):
+        yield hidden * 4 * spec.channels
+        return
+    if isinstance(spec, ScanSpec):
+        yield hidden * (spec.channels + 2 * spec.inner + spec.num_heads)
+        return
+    if isinstance(spec, PairSpec):
+        yield from (*_mixer(spec.attention, hidden), *_mixer(spec.scan, hidden))
         return
     if isinstance(spec, AttentionSpec):
         value_dim = spec.value_dim or spec.head_dim

@@ -7,6 +7,8 @@ llama: Llama, and Mistral, Mixtral, Phi 3, Seed-OSS, SmolLM 3, EuroBERT and Gran
 llama4: Llama 4
 qwen: Qwen 2 and 3, and their mixtures
 qwen_hybrid: Qwen 3.5 and Qwen3-Next, most of whose layers are gated delta nets
+lfm: LFM2 and its mixture, most of whose layers are short convolutions
+mamba: Granite 4 H, Bamba, Falcon-H1 and Nemotron-H, with Mamba-2
 gemma: Gemma 1, 2 and 3
 gemma4: Gemma 4
 glm: GLM 4, and its mixtures from 4.5 on

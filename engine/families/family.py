@@ -21,6 +21,7 @@ from .vision_spec import VisionSpec
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096  # of a layer
 MAX_CHOSEN = 64  # by a token
+MAX_WIDTH = 8  # of a convolution before a recurrence, or in its place
 SILU: dict[str, Activation] = {"silu": "silu", "swish": "silu"}  # config.json's hidden_act → ours
 _TABLE = Path(__file__).parents[2] / "configs" / "families.json"
 # Config classes of transformers by model_type → their defaults of the keys that are read here. Made by
@@ -147,6 +148,34 @@ def named_windows(raw: RawConfig, window: int, keys: str = "sliding_window") -> 
     return tuple(window if name == "sliding_attention" else 0 for name in layer_types)
 
 
+def layer_kinds(raw: RawConfig, key: str, default: list[str], known: tuple[str, ...]) -> list[str]:
+    """A name for each layer, out of `known`. Raises ModelError."""
+    found = raw.optional_list(key) or default
+    if len(found) != layer_count(raw) or any(kind not in known for kind in found):
+        raise ModelError(
+            f"config.json: {key} has {len(found)} entries for {layer_count(raw)} layers, each of which must be "
+            f"{' or '.join(known)}: correct the file"
+        )
+    return found
+
+
+def conv_width(raw: RawConfig, key: str) -> int:
+    """Of the convolutions before recurrences and in their place. Raises ModelError."""
+    width = raw.count(key)
+    if not 2 <= width <= MAX_WIDTH:
+        raise ModelError(f"config.json: {key} is {width}, from 2 to {MAX_WIDTH} are run: use another model")
+    return width
+
+
+def check_attends(kinds: list[str], attention: str) -> None:
+    """Raises ModelError for a model whose layers are all of another kind."""
+    if attention not in kinds:
+        raise ModelError(
+            f"config.json: no layer is of the type {attention}, and a model of {kinds[0]} alone is not served: use "
+            "another model"
+        )
+
+
 def mlp_spec(
     raw: RawConfig, key: str = "hidden_act", *, bias: bool = False, activations: Mapping[str, Activation] = SILU
 ) -> MLPSpec:
@@ -162,6 +191,14 @@ def activation_of(raw: RawConfig, key: str, activations: Mapping[str, Activation
         verb = "is" if len(known) == 1 else "are"
         raise ModelError(f"config.json: {key} is {name!r}, supported {verb} {', '.join(known)}: use another model")
     return activations[name]
+
+
+def named(raw: RawConfig, key: str, known: dict[str, Any]) -> Any:
+    """What the name under this key is among those that are known. Raises ModelError."""
+    name = raw.get(key) or raw.defaults[key]
+    if name not in known:
+        raise ModelError(f"config.json: {key} is {name!r:.60}, supported are {', '.join(known)}: use another model")
+    return known[name]
 
 
 def expert_counts(raw: RawConfig, *keys: str) -> tuple[int, int]:

@@ -7,6 +7,8 @@ from typing import Literal
 
 from .rope_config import RopeConfig
 
+StateDtype = Literal["float32", "float16", "bfloat16"]  # of recurrent states
+DTYPES: dict[str, StateDtype] = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16"}
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
 # Pieces of our names (llama's) → of a checkpoint's, each put into what those before it have made of a name.
 Names = tuple[tuple[str, str], ...]
@@ -46,8 +48,9 @@ class DraftingSpec:
 
 @dataclass(frozen=True)
 class StateSpec:
-    """What one layer keeps of a request, however long it is: a matrix [rows, columns] a head, and of the newest tokens
-    `channels` inputs of a convolution over `conv_width` of them, with `gates` numbers beside them."""
+    """What one layer keeps of a request, however long it is: a matrix [rows, columns] a head, where there are
+    heads, and of the newest tokens `channels` inputs of a convolution over `conv_width` of them, with `gates` numbers
+    beside them."""
 
     num_heads: int
     rows: int
@@ -55,7 +58,7 @@ class StateSpec:
     channels: int
     conv_width: int
     gates: int = 0
-    dtype: Literal["float32", "float16", "bfloat16"] = "float32"  # of the matrices, as the checkpoint asks for it
+    dtype: StateDtype = "float32"  # of the matrices, as the checkpoint asks for it
 
     @property
     def elements(self) -> int:
@@ -160,7 +163,7 @@ class DeltaSpec:
     # The file has queries, keys, values and output gates of a key head one behind the other in one matrix, and what
     # decides of decay and strength in a second one.
     by_head: bool = False
-    state_dtype: Literal["float32", "float16", "bfloat16"] = "float32"
+    state_dtype: StateDtype = "float32"
 
     @property
     def key_size(self) -> int:
@@ -195,6 +198,24 @@ class DeltaSpec:
 
 
 @dataclass(frozen=True)
+class ConvSpec:
+    """A short convolution of `channels` gated inputs, whose result is gated, too (LFM2)."""
+
+    channels: int
+    conv_width: int
+    bias: bool = False  # of the convolution and of the products around it
+
+    @property
+    def state(self) -> StateSpec:
+        """What is kept of a request: inputs of the convolution alone."""
+        return StateSpec(0, 0, 0, self.channels, self.conv_width)
+
+    @property
+    def width(self) -> int:
+        return 6 * self.channels
+
+
+@dataclass(frozen=True)
 class MLPSpec:
     """A gated MLP: down(act(gate(x)) · up(x)) with `inner` gates; without gate: down(act(up(x)))."""
 
@@ -203,6 +224,7 @@ class MLPSpec:
     activation: Activation = "silu"
     gated: bool = True
     fused: bool = False  # the file has gate and up in one matrix, in this order
+    multipliers: tuple[float, float] = (1.0, 1.0)  # of gate(x) and of the result
 
     @property
     def width(self) -> int:
@@ -233,7 +255,7 @@ class RoutingSpec:
 
 @dataclass(frozen=True)
 class MoESpec:
-    """A mixture of experts, each an MLP of `inner` gates; `shared_inner`: of the expert that every token goes to."""
+    """A mixture of experts, each a gated MLP of `inner`; `shared_inner`: of the expert that every token goes to."""
 
     inner: int
     routing: RoutingSpec
@@ -241,7 +263,9 @@ class MoESpec:
     shared_gate: bool = False  # the shared expert's result is multiplied by the sigmoid of one more product
     shared_fused: bool = False  # the file has its gate and up in one matrix
     bias: bool = False  # of all products of the experts
-    activation: Literal["silu", "clamped", "gelu_tanh"] = "silu"  # clamped: gpt-oss's
+    activation: Literal["silu", "clamped", "gelu_tanh", "relu2"] = "silu"  # clamped: gpt-oss's
+    gated: bool = True  # else experts, the shared one too, are down(act(up(x)))
+    latent: int = 0  # experts read a product of this length, and another one makes their sum as wide as the stream
     # The weights multiply what experts read, not what they make. Of one expert a token, by the sigmoid of its logit.
     weighs_input: bool = False
     # Router and experts read the residual stream beside the shared expert, each after a norm of its own; the router's
@@ -255,18 +279,87 @@ class MoESpec:
     stacked_names: tuple[str, str] = ("gate_up_proj", "down_proj")  # behind the path of the experts
     interleaved: bool = False  # where gate and up are one tensor: their rows in turn, not all of gate first
 
+    def expert_size(self, hidden: int) -> int:
+        """Parameters of an expert, but for biases."""
+        return (2 + self.gated) * self.inner * (self.latent or hidden)
+
     @property
     def width(self) -> int:
         return 3 * (self.routing.top_k * self.inner + self.shared_inner)
 
 
 @dataclass(frozen=True)
+class ScanSpec:
+    """Mamba-2 (arXiv 2405.21060) behind a short convolution: each head has a state [state_dim, head_dim], and
+    neighbours of them share what is written into it and read of it."""
+
+    num_heads: int
+    head_dim: int
+    state_dim: int
+    num_groups: int  # of heads
+    conv_width: int
+    conv_bias: bool = True
+    input_bias: bool = False
+    output_bias: bool = False
+    # A norm of each group of channels behind the output gate or before it; "": there is none.
+    norm: Literal["", "gate_first", "norm_first"] = "gate_first"
+    limits: tuple[float, float] = (0.0, float("inf"))  # of a token's time step
+    # Of what the input makes: output gates, values, what is written, what is read, time steps. (): of none.
+    multipliers: tuple[float, ...] = ()
+    state_dtype: StateDtype = "float32"
+
+    @property
+    def inner(self) -> int:
+        """Of all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def group_size(self) -> int:
+        """Of what is written, or read, by all groups."""
+        return self.num_groups * self.state_dim
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.inner + 2 * self.group_size
+
+    @property
+    def state(self) -> StateSpec:
+        """What is kept of a request."""
+        return StateSpec(
+            self.num_heads, self.state_dim, self.head_dim, self.channels, self.conv_width, self.num_heads,
+            self.state_dtype,
+        )  # fmt: skip
+
+    @property
+    def width(self) -> int:
+        return 2 * self.channels + 3 * self.inner + self.num_heads
+
+
+@dataclass(frozen=True)
+class PairSpec:
+    """Attention and Mamba-2 beside each other, whose results are added up (Falcon-H1)."""
+
+    attention: AttentionSpec
+    scan: ScanSpec
+    scales: tuple[float, float] = (1.0, 1.0)  # of the two results
+
+    @property
+    def width(self) -> int:
+        return self.attention.width + self.scan.width
+
+
+StateMixer = DeltaSpec | ConvSpec | ScanSpec  # which keep a state in the place of keys and values
+MixerSpec = AttentionSpec | LatentAttentionSpec | StateMixer | PairSpec
+
+
+@dataclass(frozen=True)
 class LayerSpec:
     """Of one decoder layer. Another kind of mixer, by which tokens see each other, or of MLP is another type in its
-    place."""
+    place; a layer may have one of the two alone."""
 
-    mixer: AttentionSpec | LatentAttentionSpec | DeltaSpec
-    mlp: MLPSpec | MoESpec
+    mixer: MixerSpec | None
+    mlp: MLPSpec | MoESpec | None
     # Where norms are: before mixer and MLP ("pre"), after each ("post"), before and after ("both"), or one before
     # both, which are added to the residual together ("parallel").
     norms: Literal["pre", "post", "both", "parallel"] = "pre"
@@ -278,13 +371,22 @@ class LayerSpec:
 
     @property
     def attention(self) -> AttentionSpec | LatentAttentionSpec | None:
-        """The mixer, where it keeps keys and values; None: it keeps a state."""
-        return None if isinstance(self.mixer, DeltaSpec) else self.mixer
+        """The mixer, or what of it keeps keys and values; None: it keeps a state alone, or nothing."""
+        if isinstance(self.mixer, PairSpec):
+            return self.mixer.attention
+        return None if isinstance(self.mixer, StateMixer) else self.mixer
 
     @property
     def state(self) -> StateSpec | None:
-        """What the mixer keeps of a request, where that is no keys and values."""
-        return self.mixer.state if isinstance(self.mixer, DeltaSpec) else None
+        """What the mixer keeps of a request beside keys and values, or in their place."""
+        mixer = self.mixer.scan if isinstance(self.mixer, PairSpec) else self.mixer
+        return mixer.state if isinstance(mixer, StateMixer) else None
+
+    @property
+    def widths(self) -> tuple[int, int]:
+        """Numbers of a token that mixer and MLP have at most at one moment, beside the residual stream."""
+        mixer, mlp = self.mixer, self.mlp
+        return 0 if mixer is None else mixer.width, 0 if mlp is None else mlp.width
 
 
 @dataclass(frozen=True)

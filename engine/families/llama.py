@@ -127,8 +127,13 @@ def granite_moe_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
     attention = replace(
         attention_spec(raw, bias=bool(raw.get("attention_bias"))), scale=raw.number("attention_multiplier")
     )
+    scale = raw.number("residual_multiplier")
+    return (LayerSpec(attention, granite_mixture(raw), residual_scale=scale),) * layer_count(raw)
+
+
+def granite_mixture(raw: RawConfig) -> MoESpec:
     num_experts, top_k = expert_counts(raw, "num_local_experts")
-    mixture = MoESpec(
+    return MoESpec(
         mlp_spec(raw).inner,
         RoutingSpec(num_experts, top_k, score="none", softmax_chosen=True),
         shared_inner=raw.size("shared_intermediate_size"),
@@ -136,7 +141,6 @@ def granite_moe_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
         stored="stacked",
         stacked_names=("input_linear.weight", "output_linear.weight"),
     )
-    return (LayerSpec(attention, mixture, residual_scale=raw.number("residual_multiplier")),) * layer_count(raw)
 
 
 GRANITE_MOE = Family(

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import ModelError
 from .deepseek import EXPERTS, sigmoid_mixture
-from .family import Family, attention_spec, expert_counts, layer_count, mlp_spec, named_windows
+from .family import Family, attention_spec, expert_counts, layer_count, layer_kinds, mlp_spec, named_windows
 from .layer_spec import AttentionSpec, LayerSpec, MLPSpec, MoESpec, RoutingSpec
 from .raw_config import RawConfig
 from .rope_config import FULL, SLIDING, read_ropes
@@ -55,21 +55,10 @@ MINIMAX_M2 = Family(
 )
 
 
-def _kinds(raw: RawConfig, key: str, default: list[str], known: tuple[str, ...]) -> list[str]:
-    """A name for each layer, out of `known`."""
-    found = raw.optional_list(key) or default
-    if len(found) != layer_count(raw) or any(kind not in known for kind in found):
-        raise ModelError(
-            f"config.json: {key} has {len(found)} entries for {layer_count(raw)} layers, each of which must be "
-            f"{' or '.join(known)}: correct the file"
-        )
-    return found
-
-
 def _dense_then_sparse(raw: RawConfig, mixture: MoESpec) -> list[MLPSpec | MoESpec]:
     """As mlp_layer_types says, or without it in all layers but the first."""
     default = ["dense"] + ["sparse"] * (layer_count(raw) - 1)
-    kinds = _kinds(raw, "mlp_layer_types", default, ("dense", "sparse"))
+    kinds = layer_kinds(raw, "mlp_layer_types", default, ("dense", "sparse"))
     return [mlp_spec(raw) if kind == "dense" else mixture for kind in kinds]
 
 
@@ -138,7 +127,7 @@ def mimo_v2_layers(raw: RawConfig) -> tuple[LayerSpec, ...]:
         sliding, num_kv_heads=keys, window=window + 1, sinks=bool(raw.get("add_swa_attention_sink_bias")), **shape
     )
     default = [FULL if index == 0 or (index + 1) % 6 == 0 else SLIDING for index in range(count)]
-    windows = _kinds(raw, "layer_types", default, (FULL, SLIDING))
+    windows = layer_kinds(raw, "layer_types", default, (FULL, SLIDING))
     if raw.get("routed_scaling_factor") is None:
         raw = RawConfig({**raw.values, "routed_scaling_factor": 1.0}, raw.defaults)
     mlps = _dense_then_sparse(raw, sigmoid_mixture(raw))

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Literal
 
 from ..errors import ModelError
-from .family import Family, activation_of, attention_spec, dense_or_mixture, expert_counts, layer_count, mlp_spec
-from .layer_spec import DeltaSpec, DraftingSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, RoutingSpec
+from .family import (
+    Family,
+    activation_of,
+    attention_spec,
+    check_attends,
+    conv_width,
+    dense_or_mixture,
+    expert_counts,
+    layer_count,
+    layer_kinds,
+    mlp_spec,
+    named,
+)
+from .layer_spec import DTYPES, DeltaSpec, DraftingSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, RoutingSpec
 from .qwen import ROUTER_NAMES
 from .raw_config import RawConfig
+from .rope_config import FULL
 from .towers import qwen3_5_vision
 
-LINEAR, FULL = "linear_attention", "full_attention"
+LINEAR = "linear_attention"
 _GATES: dict[str, Literal["silu", "sigmoid"]] = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
-_DTYPES: dict[str, Literal["float32", "float16", "bfloat16"]] = {
-    "float32": "float32", "float16": "float16", "bfloat16": "bfloat16"
-}  # fmt: skip
-MAX_WIDTH = 8  # of the convolution
 
 
 def _layers(raw: RawConfig, mlps: tuple[MLPSpec | MoESpec, ...], by_head: bool = False) -> tuple[LayerSpec, ...]:
@@ -34,45 +43,24 @@ def _layers(raw: RawConfig, mlps: tuple[MLPSpec | MoESpec, ...], by_head: bool =
 def _kinds(raw: RawConfig) -> list[str]:
     """Of each layer, as layer_types or full_attention_interval says."""
     count, every = layer_count(raw), raw.count("full_attention_interval")
-    kinds = raw.optional_list("layer_types") or [LINEAR if (i + 1) % every else FULL for i in range(count)]
-    if len(kinds) != count:
-        raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {count} layers: correct the file")
-    for kind in kinds:
-        if kind not in (LINEAR, FULL):
-            raise ModelError(
-                f"config.json: layer type {kind!r:.60} is not supported ({LINEAR}, {FULL} are): use another model"
-            )
-    if FULL not in kinds:
-        raise ModelError(
-            f"config.json: no layer is of the type {FULL}, and a model of {LINEAR} alone is not served: use another "
-            "model"
-        )
+    default = [LINEAR if (i + 1) % every else FULL for i in range(count)]
+    kinds = layer_kinds(raw, "layer_types", default, (LINEAR, FULL))
+    check_attends(kinds, FULL)
     return kinds
 
 
 def _delta(raw: RawConfig, by_head: bool) -> DeltaSpec:
     keys, values = raw.count("linear_num_key_heads"), raw.count("linear_num_value_heads")
-    width = raw.count("linear_conv_kernel_dim")
+    width = conv_width(raw, "linear_conv_kernel_dim")
     if values % keys:
         raise ModelError(
             f"config.json: linear_num_value_heads {values} is no multiple of linear_num_key_heads {keys}: correct the "
             "file"
         )
-    if not 2 <= width <= MAX_WIDTH:
-        raise ModelError(
-            f"config.json: linear_conv_kernel_dim is {width}, from 2 to {MAX_WIDTH} are run: use another model"
-        )
     return DeltaSpec(
         keys, values, raw.count("linear_key_head_dim"), raw.count("linear_value_head_dim"), width,
-        _named(raw, "output_gate_type", _GATES), by_head, _named(raw, "mamba_ssm_dtype", _DTYPES),
+        named(raw, "output_gate_type", _GATES), by_head, named(raw, "mamba_ssm_dtype", DTYPES),
     )  # fmt: skip
-
-
-def _named(raw: RawConfig, key: str, known: dict[str, Any]) -> Any:
-    name = raw.get(key) or raw.defaults[key]
-    if name not in known:
-        raise ModelError(f"config.json: {key} is {name!r:.60}, supported are {', '.join(known)}: use another model")
-    return known[name]
 
 
 def _frame(raw: RawConfig) -> FrameSpec:

@@ -23,10 +23,9 @@ _ENCODER_DECODER = "it has an encoder and a decoder, and only decoders are serve
 _BEGINNINGS = {
     **dict.fromkeys(
         (
-            "BailingHybrid", "BailingMoeV2_5", "Bamba", "CohereCompass", "FalconH1", "FalconMamba", "GraniteMoeHybrid",
-            "Inkling", "Jamba", "KimiLinear", "Lfm2", "Lfm3", "Mamba", "MiniMaxForCausalLM", "MiniMaxM1",
-            "MiniMaxText01", "NemotronH", "OlmoHybrid", "Phi4Flash", "Plamo2", "Qwen4Exp",
-            "RWKV", "Rwkv", "RecurrentGemma", "Zamba", "Zaya", "xLSTM",
+            "BailingHybrid", "BailingMoeV2_5", "CohereCompass", "FalconMamba", "Inkling", "Jamba", "KimiLinear",
+            "Lfm2Vl", "Lfm3", "Mamba", "MiniMaxForCausalLM", "MiniMaxM1", "MiniMaxText01", "OlmoHybrid", "Phi4Flash",
+            "Plamo2", "Qwen4Exp", "RWKV", "Rwkv", "RecurrentGemma", "Zamba", "Zaya", "xLSTM",
         ),
         _RECURRENT,
     ),

@@ -17,12 +17,12 @@ from ..describe.model_config import Cut, Foreign, Layout, ModelConfig
 from ..errors import ModelError
 from ..families.layer_spec import AttentionSpec, KVSpec, MoESpec, RoutingSpec
 from ..layers.attention import Attention, AttentionBatch
-from ..layers.delta import DeltaNet
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
 from ..layers.head import Head as PoolingHead
 from ..layers.linear import Linear
 from ..layers.norm import RMSNorm
+from ..layers.state import StateLayer
 from ..quant.weights import Placement, WeightHolder, WeightMap
 from .build import CALLED, CODED, OwnRotation, are_gated_by_silu, body_of, build, expert_sizes, stacked_experts
 from .modules import Norm, Part, Plain, Product, SharedInput, own_tensors, put
@@ -266,7 +266,7 @@ class TransformersModel(nn.Module):
     def kv_specs(self) -> list[KVSpec]:
         return [attention.spec for attention in self._attention]
 
-    def state_layers(self) -> list[DeltaNet]:
+    def state_layers(self) -> list[StateLayer]:
         """None: classes that keep states are refused."""
         return []
 

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from ...kernels.experts.gating import GELU
+from ...kernels.experts.gating import GELU, RELU2
 from ...kernels.experts.moe import ExpertWeights, experts
 from ...kernels.experts.moe_lora import ExpertLora
 from ..describe.divide import whole_experts
@@ -21,10 +21,13 @@ from ..quant.eight_bits import Fp8
 from ..quant.experts import Biases, ExpertsMethod, PackedExperts, QuantizedExperts
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
 from ..quant.fp4 import decode_experts
+from ..quant.online import Online
 from ..quant.settings import SCALES
 from ..quant.weights import Placement, copy_weight, keep_at_hand
 
 PARTS = ("gate", "up", "down")
+UNGATED = PARTS[1:]
+KINDS = {"gelu_tanh": GELU, "relu2": RELU2}  # activations that a number below 0 says
 STACKED = "stacked"  # the part of a file that has all experts in one tensor
 CODES_ON = ("cpu",)  # where each matrix of codes is a module of its own
 
@@ -50,6 +53,8 @@ class Experts(nn.Module):
         self.num_experts = spec.routing.num_experts
         self.mine = range(self.num_experts)  # the experts of this rank
         self.span = (0, spec.inner)  # (first, number) of their gates that it has
+        self.parts = PARTS if spec.gated else UNGATED
+        assert spec.gated or not (spec.bias or spec.stored), "no model has it so"
         self.formats: dict[str, Format] = {}
         self.biases: tuple[Tensor | None, Tensor | None] = (None, None)
         self.adapter: Adapter | None = None
@@ -60,11 +65,13 @@ class Experts(nn.Module):
         return {
             f"{prefix}.{expert}.{part}_proj": (self, f"{expert}.{part}")
             for expert in range(self.num_experts)
-            for part in PARTS
+            for part in self.parts
         }
 
     def choose(self, formats: Mapping[str, Format]) -> None:
-        self.formats = dict(formats)
+        # Kernels of codes have gates: what a checkpoint has as codes becomes numbers, and what is numbers stays so.
+        online = any(isinstance(format, Online) for format in formats.values())
+        self.formats = {} if online and not self.spec.gated else dict(formats)
         place, size = self.place, self.place.tp_size
         if whole_experts(self.num_experts, self.spec.inner, size, bool(formats), place.whole_experts):
             first, count = place.span(self.num_experts)
@@ -85,7 +92,9 @@ class Experts(nn.Module):
         if self.spec.bias:
             biases = place.empty(len(self.mine), 2 * inner), place.empty(len(self.mine), self.hidden)
             self.gate_up_bias, self.down_bias = self.biases = biases
-        if self.formats and place.device.type in CODES_ON:
+        if self.formats and not self.spec.gated:
+            self.method = self._numbers()
+        elif self.formats and place.device.type in CODES_ON:
             self.method = QuantizedExperts(len(self.mine), place, self._limit)
         elif self.formats:
             self.method = PackedExperts(len(self.mine), self.num_experts, place, self._limit, self._numbers)
@@ -114,7 +123,7 @@ class Experts(nn.Module):
 
     def randomize(self, generator: torch.Generator) -> None:
         for expert in self.mine:
-            for name in PARTS:
+            for name in self.parts:
                 shape = self.shape_of(name)
                 format = self.formats.get(f"{expert}.{name}") or self.formats.get(STACKED)
                 if format is None:
@@ -142,13 +151,13 @@ class Experts(nn.Module):
         """Names of formats, by how many matrices have them."""
         found = Counter(format.name for part, format in self.formats.items() if part != STACKED)
         whole = self.formats.get(STACKED)
-        return found if whole is None else Counter({whole.name: 3 * self.num_experts})
+        return found if whole is None else Counter({whole.name: len(self.parts) * self.num_experts})
 
     @property
     def _limit(self) -> float:
         """As of kernels/experts/gating.py."""
-        if self.spec.activation == "gelu_tanh":
-            return GELU
+        if self.spec.activation in KINDS:
+            return KINDS[self.spec.activation]
         return self.spec.limit if self.spec.activation == "clamped" else 0.0
 
     def _numbers(self) -> UnquantizedExperts:
@@ -265,13 +274,13 @@ class Experts(nn.Module):
 
 
 class UnquantizedExperts(nn.Module):
-    """The matrices as numbers in the activations' dtype, gate and up of an expert one matrix."""
+    """The matrices as numbers in the activations' dtype, gate and up of an expert one matrix, or up alone."""
 
     def __init__(self, num_experts: int, of: int, hidden: int, inner: int, place: Placement, limit: float) -> None:
         """num_experts of all ranks' `of`."""
         super().__init__()
         self.of, self.inner, self.limit, self.dtype = of, inner, limit, place.dtype
-        self.gate_up = _empty(place, num_experts, 2 * inner, hidden)
+        self.gate_up = _empty(place, num_experts, inner if limit == RELU2 else 2 * inner, hidden)
         self.down = _empty(place, num_experts, hidden, inner)
 
     def take(self, expert: int, part: str, matrix: Tensor | Codes) -> None:
@@ -280,7 +289,8 @@ class UnquantizedExperts(nn.Module):
         if part == "down":
             target = self.down[expert]
         else:
-            target = self.gate_up[expert].narrow(0, self.inner if part == "up" else 0, self.inner)
+            second = part == "up" and self.limit != RELU2
+            target = self.gate_up[expert].narrow(0, self.inner if second else 0, self.inner)
         copy_weight(target, matrix)
 
     def finish(self) -> None:

@@ -183,10 +183,13 @@ class Linear(nn.Module):
         return self.method.silu_mul(x, None if reader is None else reader.fp8_input(x.shape[0]))
 
     def activate(self, x: Tensor | Fp8Rows, activation: Activation, reader: Linear | None = None) -> Tensor | Fp8Rows:
-        """[T, in] → [T, out / 2] of this rank: the first half activated, times the second; as `reader` takes it."""
+        """[T, in] → [T, out / 2] of this rank: the first half activated, times the second; as `reader` takes it. relu2,
+        the square of what is above 0, is of all [T, out]."""
         if activation == "silu":
             return self.silu_mul(x, reader)
-        assert activation == "gelu_tanh", f"there is no kernel for {activation} yet"
+        if activation == "relu2":
+            return self(x).relu_().square_()
+        assert activation == "gelu_tanh", f"no decoder activates by {activation}"
         return gelu_tanh_mul(self(x))
 
 

@@ -10,27 +10,41 @@ from torch import Tensor, nn
 
 from ...kernels.sampling.argmax import best_of_pieces, of_pieces
 from ..describe.model_config import ModelConfig
-from ..families.layer_spec import AttentionSpec, DeltaSpec, KVSpec, LatentAttentionSpec, LayerSpec, MLPSpec, MoESpec
+from ..families.layer_spec import (
+    AttentionSpec,
+    ConvSpec,
+    DeltaSpec,
+    KVSpec,
+    LatentAttentionSpec,
+    LayerSpec,
+    MLPSpec,
+    MoESpec,
+    PairSpec,
+    ScanSpec,
+)
 from ..families.rope_config import RopeConfig
 from ..layers.attention import Attention, AttentionBatch
-from ..layers.delta import DeltaNet
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..layers.routing import watch
+from ..layers.state import StateLayer
 from ..parallel.group import ALONE, Group
 from ..quant.weights import Placement, WeightMap, keep_at_hand
 from ..vision.towers import make_tower
 from .attention_block import AttentionBlock
+from .conv_block import ConvBlock
 from .delta_block import DeltaBlock
 from .latent_attention import LatentAttentionBlock
 from .mixture_apart import ApartMixture
 from .mlp import MLP, Mixture
 from .model import Features
+from .scan_block import PairBlock, ScanBlock
 from .token_vectors import LayerEnd, TokenVectors
 
-Mixer = AttentionBlock | LatentAttentionBlock | DeltaBlock
+StateBlock = DeltaBlock | ConvBlock | ScanBlock
+Mixer = AttentionBlock | LatentAttentionBlock | StateBlock | PairBlock
 _KEYS_AND_VALUES = ("k_proj", "v_proj", "k_norm", "v_norm")
 _AFTER = ("post", "both")  # places of norms, where what is added to the residual stream is normed first
 
@@ -38,16 +52,32 @@ _AFTER = ("post", "both")  # places of norms, where what is added to the residua
 Rotations = dict[tuple[RopeConfig | None, int], RotaryEmbedding]  # by how, and how many elements of a head
 
 
-def make_mixer(spec: LayerSpec, config: ModelConfig, layer: int, rotations: Rotations, place: Placement) -> Mixer:
-    if isinstance(spec.mixer, DeltaSpec):
-        return DeltaBlock(spec.mixer, config, place)
-    rotary = rotations[spec.mixer.rope, spec.mixer.rotary_dim]
-    if isinstance(spec.mixer, LatentAttentionSpec):
-        return LatentAttentionBlock(spec.mixer, config, layer, rotary, place)
-    return AttentionBlock(spec.mixer, config, layer, rotary, place)
+def make_mixer(
+    spec: LayerSpec, config: ModelConfig, layer: int, rotations: Rotations, place: Placement
+) -> Mixer | None:
+    mixer = spec.mixer
+    if mixer is None:
+        return None
+    if isinstance(mixer, DeltaSpec):
+        return DeltaBlock(mixer, config, place)
+    if isinstance(mixer, ConvSpec):
+        return ConvBlock(mixer, config, place)
+    if isinstance(mixer, ScanSpec):
+        return ScanBlock(mixer, config, place)
+    assert spec.attention is not None
+    rotary = rotations[spec.attention.rope, spec.attention.rotary_dim]
+    if isinstance(mixer, PairSpec):
+        return PairBlock(mixer, config, layer, rotary, place)
+    if isinstance(mixer, LatentAttentionSpec):
+        return LatentAttentionBlock(mixer, config, layer, rotary, place)
+    return AttentionBlock(mixer, config, layer, rotary, place)
 
 
-def make_mlp(spec: MLPSpec | MoESpec, config: ModelConfig, place: Placement) -> MLP | Mixture | ApartMixture:
+def make_mlp(
+    spec: MLPSpec | MoESpec | None, config: ModelConfig, place: Placement
+) -> MLP | Mixture | ApartMixture | None:
+    if spec is None:
+        return None
     if isinstance(spec, MLPSpec):
         return MLP(spec, config.hidden_size, place)
     return ApartMixture(spec, config, place) if spec.apart else Mixture(spec, config.hidden_size, place)
@@ -68,13 +98,15 @@ class DecoderLayer(nn.Module):
 
         scale, parallel = spec.residual_scale, spec.norms == "parallel"
         first, after = spec.norms != "post", spec.norms in _AFTER
+        alone = None in (spec.mixer, spec.mlp)  # a mixer without an MLP, or the reverse: one norm, of the layer before
+        assert not alone or (spec.norms == "pre" and scale == 1.0), "no model has it so"
         # A product may add to the residual stream itself, where it is no summand of this rank.
         self.adds_to_residual = not after and scale == 1.0 and place.tp_size == 1
         self.index, self.group = layer, place.group if after else ALONE
         self.mixer_norm = norm(first, before, summands(config, layer - 1, place))
         self.mixer = make_mixer(spec, config, layer, rotations, place)
         self.mixer_after = _norm(config, place) if after else None
-        self.mlp_norm = None if parallel else norm(first, scale, summands(config, layer, place))
+        self.mlp_norm = None if parallel or alone else norm(first, scale, summands(config, layer, place))
         self.mlp = make_mlp(spec.mlp, config, place)
         self.mlp_after = _norm(config, place) if after else None
         self.apart = isinstance(self.mlp, ApartMixture)  # which reads the residual stream, and sums over the ranks
@@ -82,13 +114,23 @@ class DecoderLayer(nn.Module):
         self.end = LayerEnd(spec, config, place) if spec.token_vector or spec.scaled else None
         self.token_vector = bool(spec.token_vector)
         # A router norms what it reads where nothing is left to be added before.
-        self.mixer.output.adds_few_rows = isinstance(self.mlp, Mixture)
-        # The modules that alone, or first, read what each norm makes.
         mixer = self.mixer
-        alone = isinstance(mixer, AttentionBlock) and mixer.gate is None and not parallel
+        if mixer is not None and not isinstance(mixer, PairBlock):
+            mixer.output.adds_few_rows = isinstance(self.mlp, Mixture)
+        # The modules that alone, or first, read what each norm makes.
+        of_mixer = mixer.qkv if isinstance(mixer, AttentionBlock) and mixer.gate is None and not parallel else None
         dense = self.mlp.shared if isinstance(self.mlp, ApartMixture) else self.mlp
-        self._readers = (mixer.qkv if alone else None, dense.gate_up if isinstance(dense, MLP) else dense.router)
+        of_mlp = None if dense is None else dense.gate_up if isinstance(dense, MLP) else dense.router
+        self._readers = (of_mlp if mixer is None else of_mixer, of_mlp)
         keep_at_hand(self)
+
+    @property
+    def attention(self) -> Attention | None:
+        return None if self.mixer is None or isinstance(self.mixer, StateBlock) else self.mixer.attention
+
+    @property
+    def state(self) -> StateLayer | None:
+        return self.mixer.state if isinstance(self.mixer, StateBlock | PairBlock) else None
 
     def weight_map(self, prefix: str) -> WeightMap:
         norms = {
@@ -99,8 +141,8 @@ class DecoderLayer(nn.Module):
         }
         return {
             **{f"{prefix}.{name}": (norm, "") for name, norm in norms.items() if isinstance(norm, Norm)},
-            **self.mixer.weight_map(f"{prefix}.{self.mixer.name}"),
-            **self.mlp.weight_map(f"{prefix}.mlp"),
+            **({} if self.mixer is None else self.mixer.weight_map(f"{prefix}.{self.mixer.name}")),
+            **({} if self.mlp is None else self.mlp.weight_map(f"{prefix}.mlp")),
             **({} if self.end is None else self.end.weight_map(prefix)),
         }
 
@@ -113,13 +155,20 @@ class DecoderLayer(nn.Module):
         `wanted` int32 [N], last tokens of requests: only they go on once the cache, or the state, has all tokens.
         """
         of_mixer, of_mlp = self._readers
+        if self.mixer is None and wanted is not None:
+            x, residual = None if x is None else x.index_select(0, wanted), residual.index_select(0, wanted)
         normed, residual = self.mixer_norm(x, residual, of_mixer)
+        if self.mixer is None:
+            assert self.mlp is not None
+            return self.mlp(normed, residual if self.adds_to_residual else None), residual
         x = self.mixer(normed, residual if self.adds_to_residual else None, positions, batch, wanted)
         if self.mixer_after is not None:
             x = self.group.all_reduce(x)
             self.mixer_after.in_place(x)
         if wanted is not None:
             residual = residual.index_select(0, wanted)
+        if self.mlp is None:
+            return x, residual
         if self.mlp_norm is None:  # of what the mixer has seen, too
             normed = normed if wanted is None else normed.index_select(0, wanted)
         else:
@@ -195,15 +244,17 @@ class CausalLM(nn.Module):
         self._layers = tuple(self._decoder_layers())  # indexing a ModuleList is slow
         self.token_vectors = TokenVectors(config, place) if config.frame.token_vectors else None
         _bind_readers(
-            (spec.mixer, layer.mixer.attention)
+            (spec.attention, layer.attention)
             for spec, layer in zip(specs, self._layers, strict=True)
-            if not isinstance(spec.mixer, DeltaSpec) and not isinstance(layer.mixer, DeltaBlock)
+            if spec.attention is not None and layer.attention is not None
         )
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
         # What looks at pictures, in the stage that has the embedding.
         self.tower = None if config.vision is None or not self.stage.is_first else make_tower(config.vision, place)
         self.features: Features | None = None  # hidden states that a drafting head reads; None: none does
-        routers = [None if isinstance(layer.mlp, MLP) else layer.mlp.router for layer in self._layers]
+        routers = [
+            layer.mlp.router if isinstance(layer.mlp, Mixture | ApartMixture) else None for layer in self._layers
+        ]
         self.expert_load = watch(routers, place.device)
         self.eval()
 
@@ -302,11 +353,11 @@ class CausalLM(nn.Module):
 
     def attention_layers(self) -> list[Attention]:
         """Those that keep keys and values."""
-        blocks = (layer.mixer for layer in self._layers if not isinstance(layer.mixer, DeltaBlock))
-        return [block.attention for block in blocks if not block.attention.reads_earlier]
+        found = (layer.attention for layer in self._layers)
+        return [attention for attention in found if attention is not None and not attention.reads_earlier]
 
-    def state_layers(self) -> list[DeltaNet]:
-        return [layer.mixer.delta for layer in self._layers if isinstance(layer.mixer, DeltaBlock)]
+    def state_layers(self) -> list[StateLayer]:
+        return [state for layer in self._layers if (state := layer.state) is not None]
 
     def weight_map(self) -> WeightMap:
         """Every module path of the checkpoint whose tensors must be loaded."""

@@ -44,7 +44,7 @@ class DeltaBlock(nn.Module):
             hidden, gates, place=place, rule="column", pieces={"ba": (heads, heads)},
             row_order={part: rows for part, rows in order.items() if part in gates},
         )  # fmt: skip
-        self.delta = DeltaNet(spec, config.norm_eps, place)
+        self.state = DeltaNet(spec, config.norm_eps, place)
         self.output = Linear(spec.value_size, {"out": hidden}, place=place, rule="row", unit=spec.value_dim)
         keep_at_hand(self)
 
@@ -52,7 +52,7 @@ class DeltaBlock(nn.Module):
         return {
             **{f"{prefix}.in_proj_{part}": (self.qkvz, part) for part in self.qkvz.shape.parts},
             **{f"{prefix}.in_proj_{part}": (self.gates, part) for part in self.gates.shape.parts},
-            **self.delta.weight_map(prefix),
+            **self.state.weight_map(prefix),
             f"{prefix}.out_proj": (self.output, "out"),
         }
 
@@ -61,7 +61,7 @@ class DeltaBlock(nn.Module):
     ) -> Tensor | None:
         """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
         mixed, z = self.qkvz(x).split(self.sizes, dim=1)
-        out = self.delta(mixed, self.gates(x), z, batch.state)
+        out = self.state(mixed, self.gates(x), z, batch.state)
         if wanted is not None:
             return self.output(out.index_select(0, wanted))
         return self.output.add_to(residual, out)

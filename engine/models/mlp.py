@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ...kernels.linear.fp8_rows import Fp8Rows
+from ...kernels.norm.activation import silu_mul
 from ..describe.model_config import ModelConfig
-from ..families.layer_spec import LayerSpec, MLPSpec, MoESpec
+from ..families.layer_spec import Activation, LayerSpec, MLPSpec, MoESpec
 from ..layers.experts import Experts
 from ..layers.linear import Linear
 from ..layers.norm import Normed
@@ -20,14 +21,18 @@ from ..quant.weights import Placement, WeightMap, keep_at_hand
 
 
 class MLP(nn.Module):
-    """down(act(gate(x)) · up(x)), gate and up fused into one product."""
+    """down(act(gate(x)) · up(x)), gate and up fused into one product; without gate, down(act(up(x)))."""
 
     def __init__(self, spec: MLPSpec, hidden: int, place: Placement) -> None:
         super().__init__()
-        assert spec.gated, "there is no MLP without gate yet"
         inner, bias = spec.inner, spec.bias
         parts = {"gate_up": 2 * inner} if spec.fused else {"gate": inner, "up": inner}
+        if not spec.gated:
+            assert not spec.fused and spec.activation == "relu2", "no decoder has another without gate"
+            parts = {"up": inner}
         self.activation = spec.activation
+        self.multipliers = None if spec.multipliers == (1.0, 1.0) else spec.multipliers
+        assert self.multipliers is None or not bias, "biases would be multiplied, too"
         pieces = {"gate_up": (inner, inner)}
         self.gate_up = Linear(hidden, parts, place=place, rule="column", bias=bias, pieces=pieces)
         self.down = Linear(inner, {"out": hidden}, place=place, rule="row", bias=bias)
@@ -39,7 +44,12 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor | Fp8Rows, residual: Tensor | None) -> Tensor | None:
         """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
-        return self.down.add_to(residual, self.gate_up.activate(x, self.activation, self.down))
+        if self.multipliers is None:
+            return self.down.add_to(residual, self.gate_up.activate(x, self.activation, self.down))
+        products = self.gate_up(x)
+        for half, factor in zip(products.chunk(2, dim=1), self.multipliers, strict=True):
+            half *= factor
+        return self.down.add_to(residual, silu_mul(products))
 
 
 class Mixture(nn.Module):
@@ -48,10 +58,14 @@ class Mixture(nn.Module):
     def __init__(self, spec: MoESpec, hidden: int, place: Placement) -> None:
         super().__init__()
         self.router = Router(spec.routing, hidden, place)
-        self.experts = Experts(spec, hidden, place)
-        self.shared = (
-            MLP(MLPSpec(spec.shared_inner, fused=spec.shared_fused), hidden, place) if spec.shared_inner else None
-        )
+        self.experts = Experts(spec, spec.latent or hidden, place)
+        self.shared: MLP | None = None
+        if spec.shared_inner:
+            activation: Activation = "silu" if spec.gated else "relu2"
+            shared = MLPSpec(spec.shared_inner, False, activation, spec.gated, spec.shared_fused)
+            self.shared = MLP(shared, hidden, place)
+        self.into_latent = Linear(hidden, {"out": spec.latent}, place=place) if spec.latent else None
+        self.of_latent = Linear(spec.latent, {"out": hidden}, place=place) if spec.latent else None
         self.weighs_input = spec.weighs_input
         assert not spec.weighs_input or spec.routing.top_k == 1, "each of several experts would read something else"
         self.shared_gate = Linear(hidden, {"out": 1}, place=place) if spec.shared_gate else None
@@ -60,6 +74,9 @@ class Mixture(nn.Module):
         found: WeightMap = {**self.router.weight_map(prefix), **self.experts.weight_map(f"{prefix}.experts")}
         if self.shared is not None:
             found |= self.shared.weight_map(f"{prefix}.shared_expert")
+        if self.into_latent is not None and self.of_latent is not None:
+            found[f"{prefix}.fc1_latent_proj"] = (self.into_latent, "out")
+            found[f"{prefix}.fc2_latent_proj"] = (self.of_latent, "out")
         if self.shared_gate is not None:
             found[f"{prefix}.shared_expert_gate"] = (self.shared_gate, "out")
         return found
@@ -76,6 +93,13 @@ class Mixture(nn.Module):
             beside = self.shared(normed, None)
             if self.shared_gate is not None:
                 beside *= torch.sigmoid(self.shared_gate(normed))
+        if self.into_latent is not None and self.of_latent is not None:
+            y = self.of_latent(self.experts(self.into_latent(inputs), ids, weights))
+            y = y if beside is None else y.add_(beside)
+            if residual is None:
+                return y
+            residual.add_(y)
+            return None
         total: Tensor = self.experts(inputs, ids, weights, beside, residual)
         return total if residual is None else None
 

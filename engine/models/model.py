@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from ..describe.model_config import ModelConfig
 from ..families.layer_spec import KVSpec
 from ..layers.attention import Attention, AttentionBatch
-from ..layers.delta import DeltaNet
 from ..layers.head import Head
+from ..layers.state import StateLayer
 from ..quant.weights import Placement, WeightMap
 
 
@@ -70,7 +70,7 @@ class Model(Loadable, Protocol):
         """What each layer of this rank with attention keeps in the KV cache."""
         ...
 
-    def state_layers(self) -> list[DeltaNet]:
+    def state_layers(self) -> list[StateLayer]:
         """All that want memory for states bound, in the order of layers."""
         ...
 

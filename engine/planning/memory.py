@@ -18,7 +18,6 @@ from ..cache.rows import NUM_COLUMNS
 from ..describe.divide import more_cards
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
-from ..families.layer_spec import LayerSpec
 from ..link.sampling_params import SamplingParams
 from ..models.model import Model
 from ..options.config import EngineConfig, SchedulerConfig
@@ -39,14 +38,9 @@ ROW_BYTES = (NUM_COLUMNS + 1 + ring_for(0)) * 4 + 13  # of a row's parameters an
 
 def step_bytes(model: ModelConfig, max_num_batched_tokens: int, max_num_seqs: int) -> int:
     """Of the largest step, about: the widest block's activations, and logits with what the sampler makes of them."""
-    token = 2 * model.hidden_size + max(_width(layer) for layer in set(model.layers))
+    token = 2 * model.hidden_size + max(max(layer.widths) for layer in set(model.layers))
     logits = LOGIT_COPIES * min(max_num_seqs, max_num_batched_tokens) * model.vocab_size
     return FLOAT * (max_num_batched_tokens * token + logits)
-
-
-def _width(layer: LayerSpec) -> int:
-    """Values of a token that its widest block has at once."""
-    return max(layer.mixer.width, layer.mlp.width)
 
 
 def row_bytes(max_num_seqs: int, max_model_len: int, layout: KVLayout) -> int:
@@ -384,7 +378,7 @@ def plan_encoder(runner: EncoderRunner, config: EngineConfig, settings: Schedule
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:
         total = budget = machine_bytes()
-        widest = max(max(layer.mixer.width, layer.mlp.width) for layer in runner.model.config.layers)
+        widest = max(max(layer.widths) for layer in runner.model.config.layers)
         activations = 4 * num_tokens * (3 * runner.model.config.hidden_size + widest)
         other, advice = 0, "take a smaller model"
     plan = MemoryPlan(total, budget, weights, activations, 0, other, 0, num_texts + 1, length, runner.layout)

@@ -143,7 +143,7 @@ def _room(
     """What is left for the cache once weights and the largest step have theirs."""
     item, tokens = settings.dtype.itemsize, settings.max_num_batched_tokens
     ranks = config.tensor_parallel_size
-    widest = max(max(layer.mixer.width, layer.mlp.width) for layer in model.layers) // ranks
+    widest = max(max(layer.widths) for layer in model.layers) // ranks
     step = item * tokens * (2 * model.hidden_size + widest)
     if stage.is_last:
         step += 4 * LOGIT_COPIES * settings.max_num_seqs * model.vocab_size // 2

@@ -106,7 +106,7 @@ def shape_of(
             whole = whole_experts(routing.num_experts, spec.inner, size, weights.experts.codes, expert_parallel)
             num_experts = routing.num_experts // size if whole else routing.num_experts
             chosen = routing.top_k / (size if whole else 1)
-            expert += 3 * spec.inner * hidden / (1 if whole else size)
+            expert += spec.expert_size(hidden) / (1 if whole else size)
     kept = sum(spec.token_elements for spec in kv_shares(model, size, indices))
     return Shape(
         weights=weights,
@@ -127,7 +127,7 @@ def shape_of(
         hidden=hidden,
         head_rows=rows,
         ranks=size,
-        num_sums=sum(1 if layer.norms == "parallel" else 2 for layer in layers) if size > 1 else 0,
+        num_sums=sum(_num_sums(layer) for layer in layers) if size > 1 else 0,
     )
 
 
@@ -151,10 +151,14 @@ def _pair_flops(layer: LayerSpec) -> float:
     return 2 * spec.num_heads * (spec.kv.head_dim + spec.kv.value_dim)
 
 
+def _num_sums(layer: LayerSpec) -> int:
+    return 1 if layer.norms == "parallel" or None in (layer.mixer, layer.mlp) else 2
+
+
 def _moved(layer: LayerSpec, hidden: int, size: int) -> float:
     """Rows of the residual stream pass two norms, whatever the ranks; of a mixture each chosen expert's result does."""
     results = layer.mlp.routing.top_k * hidden if isinstance(layer.mlp, MoESpec) else 0
-    return 6 * hidden + 2 * results + (layer.mixer.width + layer.mlp.width) / size
+    return 6 * hidden + 2 * results + sum(layer.widths) / size
 
 
 def kept_weights(model: ModelConfig, dtype: torch.dtype, codes: bool = True) -> Weights:
@@ -187,7 +191,7 @@ def kept_weights(model: ModelConfig, dtype: torch.dtype, codes: bool = True) -> 
 def _matrices(holder: WeightHolder, part: str) -> Iterator[tuple[int, int]]:
     """(rows, columns) of those that may be quantised."""
     if isinstance(holder, Experts):
-        names = ("gate", "up", "down") * holder.num_experts if part == STACKED else (part.partition(".")[2],)
+        names = holder.parts * holder.num_experts if part == STACKED else (part.partition(".")[2],)
         yield from map(holder.shape_of, names)
     elif isinstance(holder, Linear) and not isinstance(holder, LMHead):
         yield holder.shape.parts[part], holder.shape.in_features

@@ -107,7 +107,7 @@ def seqs_beside_chunk(config: EngineConfig, tokens: int, seqs: int) -> int:
 def check_state_heads(model: ModelConfig) -> None:
     """Raises ConfigError where a GPU's kernels have no tiles for a head's matrix."""
     for spec in model.state_specs():
-        if min(spec.rows, spec.columns) < 16 or any(size & (size - 1) for size in (spec.rows, spec.columns)):
+        if spec.elements and any(size < 16 or size & (size - 1) for size in (spec.rows, spec.columns)):
             raise ConfigError(
                 f"{model.architecture} has recurrent states of {spec.rows} x {spec.columns} a head, and on a GPU "
                 "powers of two of at least 16 are computed: add --device cpu"
@@ -116,11 +116,11 @@ def check_state_heads(model: ModelConfig) -> None:
 
 def choose_state_dtype(config: EngineConfig, model: ModelConfig) -> str:
     """Of the states' matrices. Raises ConfigError where one is named for a model without."""
-    asked = next((spec.dtype for spec in model.state_specs()), None)
+    asked = next((spec.dtype for spec in model.state_specs() if spec.elements), None)
     if asked is None and config.mamba_ssm_cache_dtype != "auto":
+        kept = "no recurrent state but inputs of convolutions" if model.has_state else "no recurrent state"
         raise ConfigError(
-            f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype}: {model.architecture} keeps no recurrent state: "
-            "leave it out"
+            f"--mamba-ssm-cache-dtype {config.mamba_ssm_cache_dtype}: {model.architecture} keeps {kept}: leave it out"
         )
     return (asked or "float32") if config.mamba_ssm_cache_dtype == "auto" else config.mamba_ssm_cache_dtype
 

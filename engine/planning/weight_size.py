@@ -44,19 +44,25 @@ def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored
 def _experts(config: ModelConfig) -> int:
     """Parameters of experts."""
     mixtures = [layer.mlp for layer in config.layers if isinstance(layer.mlp, MoESpec)]
-    return sum(3 * mlp.routing.num_experts * mlp.inner * config.hidden_size for mlp in mixtures)
+    return sum(mlp.routing.num_experts * mlp.expert_size(config.hidden_size) for mlp in mixtures)
 
 
 def orders_experts(config: ModelConfig, on_card: bool) -> bool:
-    """Whether codes of experts become numbers on a card, whose kernels take no order of columns."""
-    return on_card and count_ordered_experts(config) > 0
+    """Whether codes of experts become numbers: where experts have no gates, and on a card, whose kernels take no order
+    of columns."""
+    return _without_gates(config) or (on_card and count_ordered_experts(config) > 0)
+
+
+def _without_gates(config: ModelConfig) -> bool:
+    return any(isinstance(layer.mlp, MoESpec) and not layer.mlp.gated for layer in config.layers)
 
 
 def _ordered_experts(config: ModelConfig, parameters: int, on_card: bool) -> float:
     """Those of a rank's `parameters`."""
     if not orders_experts(config, on_card):
         return 0.0
-    return parameters * count_ordered_experts(config) / count_parameters(config)
+    count = _experts(config) if _without_gates(config) else count_ordered_experts(config)
+    return parameters * count / count_parameters(config)
 
 
 def _with_codes(config: ModelConfig, parameters: int, dtype: torch.dtype, bytes_each: float) -> int:

@@ -19,7 +19,6 @@ from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..models.attention_block import AttentionBlock
 from ..models.blocks import CausalLM, DecoderLayer, summands
-from ..models.delta_block import DeltaBlock
 from ..models.mlp import MLP, with_stored_experts
 from ..models.model import Features
 from ..parallel.group import ALONE, Group
@@ -215,8 +214,9 @@ class MTPHead(OnTarget):
         return self.target.logits(normed) if self.lm_head is None else self.lm_head(normed)
 
     def attention_layers(self) -> list[Attention]:
-        assert not isinstance(self.layer.mixer, DeltaBlock), "checked before"
-        return [self.layer.mixer.attention]
+        attention = self.layer.attention
+        assert attention is not None, "checked before"
+        return [attention]
 
     def weight_map(self) -> WeightMap:
         names, norm = self.names, self.end if self.norm is None else self.norm

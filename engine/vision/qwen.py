@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from ..families.vision_spec import VisionSpec
-from ..layers.delta import Vectors
 from ..layers.linear import TowerLinear
 from ..layers.norm import make_norm
+from ..layers.state import Vectors
 from ..link.media import MediaItem
 from ..quant.weights import Placement, WeightMap
 from .tower import Block, PatchProduct, Picture, Tower, frames_of, in_tokens, patches, stretched_table

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from ..families.vision_spec import VisionSpec
-from ..layers.delta import Vectors
 from ..layers.linear import TowerLinear
 from ..layers.norm import Norm, make_norm
+from ..layers.state import Vectors
 from ..link.media import MediaItem
 from ..quant.format import FLOATS, Stored
 from ..quant.weights import Placement, WeightMap

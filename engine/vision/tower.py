@@ -11,10 +11,10 @@ from torch.nn import functional
 
 from ...kernels.attention.rope import apply_rope
 from ..families.vision_spec import BlockSpec, VisionSpec
-from ..layers.delta import Vectors
 from ..layers.linear import TowerLinear
 from ..layers.norm import make_norm
 from ..layers.packed import Packed
+from ..layers.state import Vectors
 from ..link.media import MediaItem
 from ..quant.format import FLOATS, Format, Stored
 from ..quant.weights import Placement, WeightMap

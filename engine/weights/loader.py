@@ -269,7 +269,7 @@ def count_ordered_experts(config: ModelConfig) -> int:
         for path, (holder, _) in model.weight_map().items()
         if isinstance(holder, Experts) and scheme.orders(path)  # type: ignore[union-attr]
     }
-    return sum(3 * holder.num_experts * holder.spec.inner * holder.hidden for holder in holders.values())
+    return sum(holder.num_experts * holder.spec.expert_size(holder.hidden) for holder in holders.values())
 
 
 def whole_of(model: Model) -> Model:

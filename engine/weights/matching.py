@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from ..errors import ModelError, and_more
 from ..files.checkpoint import Checkpoint
 from ..foreign.modules import Plain
-from ..layers.delta import Vectors
 from ..layers.head import Projection
 from ..layers.linear import TowerLinear
 from ..layers.norm import Norm
+from ..layers.state import Vectors
 from ..models.model import Loadable
 from ..quant.format import FLOATS, Format, TensorInfo, named
 from ..quant.online import ROUTERS

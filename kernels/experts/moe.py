@@ -19,7 +19,7 @@ ExpertMLP = Callable[[int, torch.Tensor, torch.Tensor | slice], torch.Tensor]  #
 class ExpertWeights(NamedTuple):
     """All experts of a layer. I: inner width, H: hidden width."""
 
-    gate_up: torch.Tensor  # [E, 2I, H]: rows of gate, then those of up
+    gate_up: torch.Tensor  # [E, 2I, H]: rows of gate, then those of up; without gates [E, I, H]
     down: torch.Tensor  # [E, H, I]
     gate_up_bias: torch.Tensor | None = None  # [E, 2I]
     down_bias: torch.Tensor | None = None  # [E, H]

@@ -103,9 +103,11 @@ def experts_triton(
     results = torch.empty((num_tokens * top_k, hidden), dtype=x.dtype, device=x.device)
     order = order_pairs(ids, num_experts, first.block_m, needs_sort(*shape[:3]) if sort is None else sort)
     low = low_rows(x, lora, "gate_up", order, top_k, first.block_m)
-    _launch(x, gate_up, gate_up_bias, gates, order, inner, top_k, first, num_tokens, low, gated=True, limit=limit)
+    parts = gate_up.shape[1] // inner
+    assert lora is None or parts == 2, "adapters have products of gates"
+    _launch(x, gate_up, gate_up_bias, gates, order, inner, top_k, first, num_tokens, low, gated=parts == 2, limit=limit)
     low = low_rows(gates, lora, "down", order, top_k, second.block_m)
-    _launch(gates, down, down_bias, results, order, hidden, 1, second, num_tokens, low, gated=False, limit=limit)
+    _launch(gates, down, down_bias, results, order, hidden, 1, second, num_tokens, low, gated=False, limit=0.0)
     return sum_pairs(results, weights, beside, residual)
 
 
@@ -165,7 +167,8 @@ def _expert_kernel(
     SHORT: tl.constexpr, STAGES: tl.constexpr, LORA: tl.constexpr, RANK: tl.constexpr, SLOT_K: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[pair, n] = w[expert, n] · x[pair // TOP_K] + b; gated: of rows n and N + n, activated and multiplied. LORA:
+    """out[pair, n] = w[expert, n] · x[pair // TOP_K] + b; gated: of rows n and N + n, activated and multiplied; ACT
+    3: squared, what is above 0. LORA:
     with what the adapters of rows add."""
     if PDL:
         gdc_launch_dependents()
@@ -254,6 +257,9 @@ def _multiply(
             up = plus_lora(up, h_ptr, b_ptr, slot, pair, near + N, 1, stride_slot, PARTS, RANK)
     if GATED:
         acc = activated(acc, up, limit, ACT)
+    elif ACT == 3:
+        acc = tl.maximum(acc, 0.0)
+        acc *= acc
     out_ptrs = out_ptr + pair.to(tl.int64)[None, :] * N + n[:, None]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=row_exists[None, :] & (n < N)[:, None])
 

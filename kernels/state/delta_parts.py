@@ -109,13 +109,18 @@ def unit(x):
 
 
 @triton.jit
-def log_decay(a, rate, bias):
-    """-exp(A_log) · softplus(a + dt_bias), rate being exp(A_log), to the last digits where it is next to nothing."""
-    x = a.to(tl.float32) + bias
+def softplus(x):
+    """log(1 + exp(x)), to the last digits where it is next to nothing."""
     small = tl.exp(-tl.abs(x))
     one_more = 1.0 + small
     logarithm = tl.where(one_more == 1.0, small, tl.log(one_more) * (small / (one_more - 1.0 + (one_more == 1.0))))
-    return -rate * (tl.maximum(x, 0.0) + logarithm)
+    return tl.maximum(x, 0.0) + logarithm
+
+
+@triton.jit
+def log_decay(a, rate, bias):
+    """-exp(A_log) · softplus(a + dt_bias), rate being exp(A_log)."""
+    return -rate * softplus(a.to(tl.float32) + bias)
 
 
 @triton.jit

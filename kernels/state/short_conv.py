@@ -15,17 +15,18 @@ _BLOCK = 128  # channels of a program, where they are not those of a head
 
 def short_conv(
     raw: Tensor, weight: Tensor, ring: Tensor, step: StateStep, bias: Tensor | None = None,
-    activation: str | None = "silu",
+    activation: str | None = "silu", gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """y[p, c] = activation(sum over j < W of weight[c, j] · x[p - W + 1 + j, c] + bias[c]) at the step's tokens.
+    """y[p, c] = activation(sum over j < W of weight[c, j] · x[p - W + 1 + j, c] + bias[c]) at the step's tokens,
+    rounded, times gate[p, c] where there is one.
 
     x is raw [T, C], the step's own inputs, and before each row's start the ring [num_slots, R, >= C]; fp32 inside,
-    rounded once. weight [C, W], bias [C]. raw: rows of any stride. Returns [T, C] in raw's dtype. The ring is only
-    read: `write_ring` writes it, behind the layer's last kernel that reads it.
+    rounded once. weight [C, W], bias [C], gate [T, C]. raw and gate: rows of any stride. Returns [T, C] in raw's dtype.
+    The ring is only read: `write_ring` writes it, behind the layer's last kernel that reads it.
     """
     if raw.is_cuda:
-        return short_conv_triton(raw, weight, ring, step, bias, activation)
-    return short_conv_torch(raw, weight, ring, step, bias, activation)
+        return short_conv_triton(raw, weight, ring, step, bias, activation, gate)
+    return short_conv_torch(raw, weight, ring, step, bias, activation, gate)
 
 
 def write_ring(raw: Tensor, gates: Tensor | None, ring: Tensor, step: StateStep, conv_width: int) -> None:
@@ -59,7 +60,7 @@ def convolve(inputs: Tensor, weight: Tensor, bias: Tensor | None, activation: st
 
 def short_conv_torch(
     raw: Tensor, weight: Tensor, ring: Tensor, step: StateStep, bias: Tensor | None = None,
-    activation: str | None = "silu",
+    activation: str | None = "silu", gate: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     channels, width = weight.shape
     out = torch.zeros(raw.shape, dtype=raw.dtype, device=raw.device)
@@ -67,7 +68,7 @@ def short_conv_torch(
         past = past_inputs(ring, row, row.start - width + 1, row.start)[:, :channels]
         inputs = torch.cat((past, raw[row.first : row.end]))
         out[row.first : row.end] = convolve(inputs, weight, bias, activation).to(out.dtype)
-    return out
+    return out if gate is None else out * gate
 
 
 def write_ring_torch(raw: Tensor, gates: Tensor | None, ring: Tensor, step: StateStep, conv_width: int) -> None:
@@ -89,10 +90,12 @@ def write_ring_torch(raw: Tensor, gates: Tensor | None, ring: Tensor, step: Stat
 
 def short_conv_triton(
     raw: Tensor, weight: Tensor, ring: Tensor, step: StateStep, bias: Tensor | None = None,
-    activation: str | None = "silu",
+    activation: str | None = "silu", gate: Tensor | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
-    _launch(raw, weight, ring, step, bias, activation, out, out, _BLOCK, 0)
+    """out: where the result goes; None: into a new tensor."""
+    if out is None:
+        out = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
+    _launch(raw, weight, ring, step, bias, activation, out, out, _BLOCK, 0, gate)
     return out
 
 
@@ -106,18 +109,19 @@ def convolve_heads(
 
 def _launch(
     raw: Tensor, weight: Tensor, ring: Tensor, step: StateStep, bias: Tensor | None, activation: str | None,
-    first: Tensor, second: Tensor, block: int, num_units: int,
+    first: Tensor, second: Tensor, block: int, num_units: int, gate: Tensor | None = None,
 ) -> None:  # fmt: skip
     channels, width = weight.shape
     places = num_places(step, len(raw))
     if not places:
         return
     _conv_kernel[(triton.cdiv(channels, block), places)](
-        raw, weight, weight if bias is None else bias, ring, first, second,
+        raw, weight, weight if bias is None else bias, raw if gate is None else gate, ring, first, second,
         step.query_start, step.start, step.slots, step.num_rows, step.num_rows.bit_length(),
-        raw.stride(0), ring.stride(0), ring.stride(1), first.stride(0), second.stride(0),
+        raw.stride(0), 0 if gate is None else gate.stride(0), ring.stride(0), ring.stride(1), first.stride(0),
+        second.stride(0),
         CHANNELS=channels, BLOCK=block, UNITS=num_units, WIDTH=width, RING=ring.shape[1], CHUNK=CHUNK,
-        BIAS=bias is not None, SILU=activation == "silu", num_warps=8,
+        BIAS=bias is not None, SILU=activation == "silu", GATED=gate is not None, num_warps=8,
     )  # fmt: skip
 
 
@@ -143,11 +147,11 @@ def write_ring_triton(raw: Tensor, gates: Tensor | None, ring: Tensor, step: Sta
     do_not_specialize_on_alignment=["query_start_ptr", "start_ptr", "slots_ptr"],
 )
 def _conv_kernel(
-    raw_ptr, weight_ptr, bias_ptr, ring_ptr, first_ptr, second_ptr,
+    raw_ptr, weight_ptr, bias_ptr, gate_ptr, ring_ptr, first_ptr, second_ptr,
     query_start_ptr, start_ptr, slots_ptr, num_rows, search_steps,
-    raw_token, ring_slot, ring_row, first_token, second_token,
+    raw_token, gate_token, ring_slot, ring_row, first_token, second_token,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr, UNITS: tl.constexpr, WIDTH: tl.constexpr, RING: tl.constexpr,
-    CHUNK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr,
+    CHUNK: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
     row, token, position, count = chunk_at(
         tl.program_id(1), query_start_ptr, start_ptr, slots_ptr, num_rows, search_steps, CHUNK
@@ -175,6 +179,9 @@ def _conv_kernel(
     if SILU:
         total = silu(total)
     tokens = (token + index).to(tl.int64)[:, None]
+    if GATED:
+        gate = tl.load(gate_ptr + tokens * gate_token + channel[None, :], mask=inside, other=0.0).to(tl.float32)
+        total = total.to(second_ptr.dtype.element_ty).to(tl.float32) * gate
     if tl.program_id(0) * BLOCK < UNITS:
         at = first_ptr + tokens * first_token + channel[None, :]
         tl.store(at, unit(total).to(first_ptr.dtype.element_ty), mask=inside)

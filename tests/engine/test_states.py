@@ -23,7 +23,10 @@ from .test_adapters import greedy_params, load, running, tokens_of
 
 LENGTH = 20
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
-FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+FAMILIES = (
+    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "falcon_h1", "nemotron_h",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("lfm2_moe", "granitemoehybrid")),
+)  # fmt: skip
 
 
 @pytest.fixture(params=FAMILIES)
@@ -216,13 +219,14 @@ def test_states_of_sixteen_bits_are_near(tiny_model, engine, dtype: str) -> None
 
 @pytest.mark.parametrize(
     ("family", "ranks"),
-    [("qwen3_5_text", 1), ("qwen3_next", 1),
+    [("qwen3_5_text", 1), ("qwen3_next", 1), ("falcon_h1", 1),
      *(pytest.param(family, 2, marks=pytest.mark.slow) for family in ("qwen3_5_text", "qwen3_next"))],
 )  # fmt: skip
 def test_adapters_of_projections_are_as_merged(tiny_model, engine, tmp_path: Path, family: str, ranks: int) -> None:
     """Those of two adapters and of none at once, twice: snapshots of one are not another's."""
     folder = Path(tiny_model(family))
-    targets = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj_a", "in_proj_ba", "out_proj", "q_proj", "o_proj")
+    targets = ("in_proj_qkv", "in_proj_z", "in_proj_qkvz", "in_proj_a", "in_proj_ba", "in_proj", "out_proj",
+               "q_proj", "o_proj")  # fmt: skip
     adapters = [None, *(write_adapter(tmp_path / str(seed), folder, targets, seed=seed) for seed in (1, 2))]
     (prompt,) = drawn(150)
     expected = [merged(folder, adapter) for adapter in adapters]

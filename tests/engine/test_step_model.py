@@ -216,7 +216,9 @@ def test_stages_share_layers_and_the_matrices_around_them(tmp_path: Path, dense:
 def test_weights_of_every_family(family: str) -> None:
     """All that the loader counts but the last norm, of the whole and of two stages; ranks have a part of them. A pool
     of no more blocks than requests can have is made, however many fit."""
-    heads = {"linear_key_head_dim": 16} if family.startswith(("qwen3_5", "qwen3_next")) else {}  # as a card has tiles
+    of_tiles = {"linear_key_head_dim": 16, "mamba_d_state": 16, "ssm_state_size": 16}  # as a card has them
+    known = vars(tiny_config(family))
+    heads = {key: size for key, size in of_tiles.items() if key in known}
     model = parse_model_config(tiny_config(family, **heads).to_dict())
     weights, parameters = kept_weights(model, torch.bfloat16), count_parameters(model)
     assert shape_of(model, weights, NUMBERS).num_weights == parameters - model.hidden_size

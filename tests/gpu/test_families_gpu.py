@@ -42,6 +42,7 @@ GROWING: dict[str, Any] = dict(  # queries, from position 64 on
 HYBRID: dict[str, Any] = dict(
     head_dim=256, linear_num_key_heads=2, linear_num_value_heads=6, linear_key_head_dim=128, linear_value_head_dim=128
 )
+MAMBA: dict[str, Any] = dict(mamba_n_heads=16, mamba_d_head=64, mamba_d_state=128)
 YARN = dict(
     rope_type="yarn", rope_theta=150000.0, factor=32.0, truncate=False, original_max_position_embeddings=64,
     beta_fast=32.0, beta_slow=1.0,
@@ -79,6 +80,13 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID | EXPERTS,
     "qwen3_next": HYBRID | EXPERTS,
+    # Heads of Mamba-2 of 64, and of Falcon-H1 of 128 x 256.
+    "granitemoehybrid": MAMBA | EXPERTS,
+    "bamba": MAMBA,
+    "falcon_h1": dict(mamba_n_heads=8, mamba_d_head=128, mamba_d_state=256, mamba_d_ssm=1024),
+    "nemotron_h": dict(mamba_num_heads=16, mamba_head_dim=64, ssm_state_size=128) | EXPERTS,
+    "lfm2": {},
+    "lfm2_moe": EXPERTS,
     "ministral3": GROWING,
     "mistral4": LATENT | EXPERTS | GROWING | dict(head_dim=128, kv_lora_rank=256, qk_nope_head_dim=64),
     "internlm3": {},
@@ -97,8 +105,11 @@ SCALED = (
     "gemma3_text",
     "gemma4_text",
     "gpt_oss",
+    "granitemoehybrid",
+    "lfm2",
     "llama4_text",
     "mimo_v2_flash",
+    "nemotron_h",
     "qwen3_5_text",
     "qwen3_moe",
     "qwen3_next",

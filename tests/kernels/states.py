@@ -36,30 +36,23 @@ class Piece:
     snap_slot: int = 0
 
 
-class Layer:
-    """A delta net's weights and states; every slot is full of NaN until it is written."""
+class Stepped:
+    """A layer that is computed in steps; every slot is full of NaN until it is written."""
 
-    def __init__(
-        self, rng: torch.Generator, device: str = "cpu", dtype: torch.dtype = torch.float32,
-        state_dtype: torch.dtype = torch.float32, key_heads: int = 2, heads: int = 4, key_dim: int = 16,
-        value_dim: int = 16, num_slots: int = 12, drafts: int = 0,
-    ) -> None:  # fmt: skip
-        self.key_heads, self.heads, self.key_dim, self.value_dim = key_heads, heads, key_dim, value_dim
-        self.channels = 2 * key_heads * key_dim + heads * value_dim
-        self.dtype, self.device, self.rng, self.drafts = dtype, device, rng, drafts
-        ring = 1 << (WIDTH - 1 + 2 * (1 + drafts) - 1).bit_length()
-        self.weight = (torch.randn(self.channels, WIDTH, generator=rng) / 2).to(dtype).to(device)
-        half_lives = torch.logspace(0, 4, heads)
-        self.A_log = (0.693 / half_lives).log().to(device)
-        self.dt_bias = (torch.rand(heads, generator=rng) + 0.5).to(device)
-        nan = float("nan")
-        self.ring = torch.full((num_slots, ring, self.channels + 2 * heads), nan, dtype=dtype, device=device)
-        shape = (num_slots, heads, key_dim, value_dim)
-        self.state = torch.full(shape, nan, dtype=state_dtype, device=device)
+    raw_size: int
+    num_gates = 0
+    out_shape: tuple[int, ...]  # of a token
+    dtype: torch.dtype
+    device: str
+    rng: torch.Generator
+    drafts = 0
+
+    def call(self, function: Callable[..., Tensor], raw: Tensor, gates: Tensor, step: StateStep) -> Tensor:
+        raise NotImplementedError
 
     def sequence(self, length: int, slot: int) -> Sequence:
-        raw = torch.randn(length, self.channels, generator=self.rng).to(self.dtype).to(self.device)
-        gates = torch.randn(length, 2 * self.heads, generator=self.rng).to(self.dtype).to(self.device)
+        raw = torch.randn(length, self.raw_size, generator=self.rng).to(self.dtype).to(self.device)
+        gates = torch.randn(length, self.num_gates, generator=self.rng).to(self.dtype).to(self.device)
         return Sequence(raw, gates, slot)
 
     def step(
@@ -86,9 +79,9 @@ class Layer:
         columns = torch.tensor(rows, dtype=torch.int32).T.to(self.device)
         starts = torch.cat((columns.new_zeros(1), columns[6].cumsum(0).int()))
         total = max(tokens, int(starts[-1]))
-        both = torch.full((total, self.channels + 5 + 2 * self.heads), float("nan"), dtype=self.dtype)
+        both = torch.full((total, self.raw_size + 5 + self.num_gates), float("nan"), dtype=self.dtype)
         both = both.to(self.device)  # one product, and the two are parts of it
-        raw, gates = both[:, : self.channels], both[:, self.channels + 5 :]
+        raw, gates = both[:, : self.raw_size], both[:, self.raw_size + 5 :]
         raw[: int(starts[-1])] = torch.cat([part[0] for part in parts])
         gates[: int(starts[-1])] = torch.cat([part[1] for part in parts])
         table = [column.contiguous() for column in columns[:6]]
@@ -101,8 +94,8 @@ class Layer:
     ) -> None:  # fmt: skip
         """A step, after which each decode keeps kept[i] of its 1 + drafts tokens (all, if not said)."""
         raw, gates, step = self.step(decodes, prompts, padding, tokens, snaps)
-        out = function(raw, gates, self.weight, self.A_log, self.dt_bias, self.ring, self.state, step, self.key_heads)
-        assert out.shape == (len(raw), self.heads, self.value_dim) and out.dtype == self.dtype
+        out = self.call(function, raw, gates, step)
+        assert out.shape == (len(raw), *self.out_shape) and out.dtype == self.dtype
         starts, folds = step.query_start.tolist(), step.fold_to.tolist()
         for index, one in enumerate(decodes):
             taken = kept[index] if kept else 1 + self.drafts
@@ -112,6 +105,33 @@ class Layer:
             one = piece.sequence
             one.outputs.append(out[starts[index] : starts[index + 1]].clone())
             one.folded, one.computed = folds[index], one.computed + piece.tokens
+
+
+class Layer(Stepped):
+    """A delta net's weights and states."""
+
+    def __init__(
+        self, rng: torch.Generator, device: str = "cpu", dtype: torch.dtype = torch.float32,
+        state_dtype: torch.dtype = torch.float32, key_heads: int = 2, heads: int = 4, key_dim: int = 16,
+        value_dim: int = 16, num_slots: int = 12, drafts: int = 0,
+    ) -> None:  # fmt: skip
+        self.key_heads, self.heads, self.key_dim, self.value_dim = key_heads, heads, key_dim, value_dim
+        self.channels = self.raw_size = 2 * key_heads * key_dim + heads * value_dim
+        self.num_gates, self.out_shape = 2 * heads, (heads, value_dim)
+        self.dtype, self.device, self.rng, self.drafts = dtype, device, rng, drafts
+        ring = 1 << (WIDTH - 1 + 2 * (1 + drafts) - 1).bit_length()
+        self.weight = (torch.randn(self.channels, WIDTH, generator=rng) / 2).to(dtype).to(device)
+        half_lives = torch.logspace(0, 4, heads)
+        self.A_log = (0.693 / half_lives).log().to(device)
+        self.dt_bias = (torch.rand(heads, generator=rng) + 0.5).to(device)
+        nan = float("nan")
+        self.ring = torch.full((num_slots, ring, self.channels + 2 * heads), nan, dtype=dtype, device=device)
+        shape = (num_slots, heads, key_dim, value_dim)
+        self.state = torch.full(shape, nan, dtype=state_dtype, device=device)
+
+    def call(self, function: Callable[..., Tensor], raw: Tensor, gates: Tensor, step: StateStep) -> Tensor:
+        layer = self.weight, self.A_log, self.dt_bias, self.ring, self.state
+        return function(raw, gates, *layer, step, self.key_heads)
 
 
 def recurrence(layer: Layer, raw: Tensor, gates: Tensor, round_to: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

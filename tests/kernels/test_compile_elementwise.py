@@ -90,7 +90,10 @@ def check_waiting(ptx: str, name: str, pdl: bool) -> None:
     assert "griddepcontrol" not in after
     assert not re.search(r"(ld|st)\.global", start), f"{name} reads or writes before it lets the next kernel start"
     assert not re.search(r"st\.global|\b(ret|exit);", start + before), f"{name} writes or exits before it has waited"
-    early = "_rms_norm_kernel", "_layer_norm_kernel", "_rope_write_kv_kernel", "_delta_decode_kernel"
+    early = (
+        "_rms_norm_kernel", "_layer_norm_kernel", "_rope_write_kv_kernel", "_delta_decode_kernel",
+        "_scan_decode_kernel", "_gated_conv_kernel",
+    )  # fmt: skip
     assert name in early or "ld.global" not in before, f"{name} reads before it has waited"
 
 
@@ -99,7 +102,7 @@ def launch_dependent_kernels() -> None:
     from vserve.kernels.attention import rope_kv
     from vserve.kernels.norm import activation, layer_norm, norm
     from vserve.kernels.sampling import argmax
-    from vserve.kernels.state import delta_decode, gated_norm
+    from vserve.kernels.state import delta_decode, gated_conv, gated_norm, group_norm, scan_decode
     from vserve.kernels.state.step import StateStep
 
     for size in (896, 4096, 16384):
@@ -130,6 +133,17 @@ def launch_dependent_kernels() -> None:
         bf16(3, 12352)[:, :8192], bf16(3, 12352)[:, 12288:], bf16(8192, 4), torch.zeros(32), torch.zeros(32),
         bf16(4, 8, 8256), torch.zeros(4, 32, 128, 128), step, 16, bf16(3, 32, 128),
     )  # fmt: skip
+
+    for heads, rows, groups in ((128, 128, 1), (96, 256, 8)):
+        channels = heads * 64 + 2 * groups * rows
+        both, ring = bf16(3, heads * 65 + channels), bf16(4, 8, channels + heads)
+        raw, dt = both[:, heads * 64 : heads * 64 + channels], both[:, heads * 64 + channels :]
+        vectors = [torch.zeros(heads)] * 3
+        weights = scan_decode.ScanWeights(bf16(channels, 4), bf16(channels), *vectors)
+        state, out = torch.zeros(4, heads, rows, 64), bf16(3, heads, 64)
+        scan_decode.scan_decode(raw, dt, weights, ring, state, step, groups, out)
+        group_norm.gated_group_norm_triton(out.view(3, -1), both[:, : heads * 64], bf16(heads * 64), groups, 1e-6)
+    gated_conv.gated_conv_triton(bf16(3, 6144), bf16(2048, 3), None, bf16(4, 4, 2048), step)
 
     for vocabulary in (512, 50257, 128256):
         argmax.argmax_triton(torch.zeros(2, vocabulary))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from vserve.kernels.experts.gating import GELU, gated
+from vserve.kernels.experts.gating import GELU, RELU2, gated
 from vserve.kernels.experts.moe import ExpertWeights, experts, experts_torch, sum_of_experts
 from vserve.kernels.experts.moe_route import LITTLE_PAIRS, Routing, route_torch, route_triton
 from vserve.kernels.experts.moe_triton import (
@@ -63,6 +63,20 @@ def test_the_twin_of_each_activation(rng: torch.Generator) -> None:
     assert torch.allclose(gated(x, GELU), torch.nn.functional.gelu(gate, approximate="tanh") * up)
     low, within = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
     assert torch.allclose(gated(x, 0.5), low * torch.sigmoid(1.702 * low) * (within + 1))
+
+
+def test_experts_without_gates(rng: torch.Generator, device: str) -> None:
+    """Alone in their blocks, and sorted: down(max(up(x), 0)²)."""
+    num_experts, hidden, inner = 5, 40, 24
+    for num_tokens in (2, 17):
+        both = operands(rng, device, torch.float32, num_experts, hidden, inner)
+        matrices = ExpertWeights(both.gate_up[:, inner:].contiguous(), both.down)
+        ids, weights = routed(rng, device, num_tokens, 3, num_experts)
+        x = torch.randn(num_tokens, hidden, generator=rng).to(device)
+        inner_values = torch.einsum("tkih,th->tki", matrices.gate_up[ids.long()], x).relu().square()
+        wanted = torch.einsum("tkhi,tki,tk->th", matrices.down[ids.long()], inner_values, weights)
+        assert_near(experts_torch(x, ids, weights, matrices, RELU2), wanted)
+        assert_near(experts_triton(x, ids, weights, *matrices, limit=RELU2), wanted)
 
 
 # In fp16 those that differ most: one token, and the largest.

@@ -49,3 +49,55 @@ def test_compiles_without_spills(
         assert kernel["local"] <= 64 * wide and kernel["stack"] <= 64 * wide, kernel
         assert kernel["wgmma"] == (kernel["name"] in ("_chunk_kernel", "_pass_kernel")), kernel
         assert kernel["shared"] <= 227 << 10, kernel
+
+
+SCAN = """
+from vserve.kernels.launch import pdl
+from vserve.kernels.state import gated_conv, scan, scan_decode
+from vserve.kernels.state.step import StateStep
+
+pdl.pdl_available = lambda device: True
+heads, size, groups, drafts, rows = (int(word) for word in sys.argv[1:6])
+dtype = getattr(torch, sys.argv[6])
+channels = heads * 64 + 2 * groups * size
+both = torch.zeros(40, channels + heads, dtype=torch.bfloat16)
+columns = [torch.zeros(3, dtype=torch.int32) for _ in range(6)]
+step = StateStep(*columns, torch.zeros(4, dtype=torch.int32), rows, 1 + drafts)  # the rows behind them: prompts
+ring = torch.zeros(4, 8 if drafts == 0 else 16, channels + heads, dtype=torch.bfloat16)
+vectors = [torch.zeros(heads) for _ in range(3)]
+weights = scan_decode.ScanWeights(
+    torch.zeros(channels, 4, dtype=torch.bfloat16), torch.zeros(channels, dtype=torch.bfloat16), *vectors
+)
+state = torch.zeros(4, heads, size, 64, dtype=dtype)
+scan.scan_triton(both[:, :channels], both[:, channels:], weights, ring, state, step, groups)
+if rows < 3:
+    products, ring = torch.zeros(40, 6144, dtype=torch.bfloat16), torch.zeros(4, 4, 2048, dtype=torch.bfloat16)
+    gated_conv.gated_conv_triton(products, torch.zeros(2048, 3, dtype=torch.bfloat16), None, ring, step)
+print(json.dumps([
+    dict(name=name, shared=kernel.metadata.shared, wgmma="wgmma.mma" in kernel.asm["ptx"], **resources(kernel))
+    for name, kernel in kernels.values()
+]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("heads", "size", "groups", "drafts", "rows", "state_dtype"),
+    [
+        (128, 128, 1, 0, 1, "float32"),
+        pytest.param(64, 128, 8, 3, 3, "float32", marks=pytest.mark.slow),
+        pytest.param(24, 256, 1, 0, 1, "float32", marks=pytest.mark.slow),
+    ],
+)
+def test_scans_compile_without_spills(
+    heads: int, size: int, groups: int, drafts: int, rows: int, state_dtype: str, run_for_hopper: Callable[..., Any]
+) -> None:
+    found = run_for_hopper(SCAN, str(heads), str(size), str(groups), str(drafts), str(rows), state_dtype)
+    names = {kernel["name"] for kernel in found}
+    prompts = {"_conv_kernel", "_pass_kernel", "_write_ring_kernel", "_gated_conv_kernel"}
+    assert names == {"_scan_decode_kernel"} | (prompts if rows < 3 else set())
+    for kernel in found:
+        # Of 256 rows a chunk's operands alone fill the registers.
+        spills = 256 * (size > 128 and kernel["name"] == "_pass_kernel")
+        assert kernel["local"] == 0 and kernel["stack"] <= spills, kernel
+        assert kernel["wgmma"] == (kernel["name"] == "_pass_kernel"), kernel
+        assert kernel["shared"] <= 227 << 10, kernel

@@ -69,12 +69,19 @@ FAMILIES = {
     "mistral4": "Mistral4ForCausalLM",
     "internlm3": "InternLM3ForCausalLM",
 }
-UNLIKE = {  # whose layers differ from one another, or from llama's: test_published_families.py has them
+# Whose layers differ from one another, or from llama's: test_{published,hybrid}_families.py have them.
+UNLIKE = {
+    "bamba": "BambaForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "granitemoehybrid": "GraniteMoeHybridForCausalLM",
+    "nemotron_h": "NemotronHForCausalLM",
     "gemma4": "Gemma4ForConditionalGeneration",
     "gemma4_text": "Gemma4ForCausalLM",
     "gemma4_unified": "Gemma4UnifiedForConditionalGeneration",
     "hy_v3": "HYV3ForCausalLM",
     "laguna": "LagunaForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
     "llama4": "Llama4ForConditionalGeneration",
     "llama4_text": "Llama4ForCausalLM",
     "mimo_v2_flash": "MiMoV2FlashForCausalLM",

@@ -20,6 +20,7 @@ from vserve.engine.layers import routing
 from vserve.engine.layers.attention import AttentionBatch
 from vserve.engine.models.blocks import CausalLM
 from vserve.engine.models.mlp import MLP
+from vserve.engine.models.scan_block import PairBlock
 from vserve.engine.quant.unquantized import Unquantized
 from vserve.engine.weights.loader import load_model
 from vserve.kernels.attention.attention_parts import PagedCache
@@ -190,6 +191,32 @@ VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
         "gqa": {},
         "biases": {"attention_out_bias": True},
         "unbiased": {"attention_bias": False, "mlp_bias": True},
+    },
+    "lfm2": {
+        "gqa": {},
+        "tied": {"tie_word_embeddings": True, "conv_bias": True, "block_auto_adjust_ff_dim": False},
+        "wide": {"conv_L_cache": 4, "layer_types": ["full_attention", "conv"], "num_hidden_layers": 2},
+    },
+    "lfm2_moe": {"gqa": {}, "unbiased": {"use_expert_bias": False, "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5, "num_dense_layers": 0}},
+    "granitemoehybrid": {
+        "gqa": {},
+        "dense": {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_groups": 1,
+            "mamba_conv_bias": False, "mamba_proj_bias": True, "tie_word_embeddings": True, "attention_bias": True},
+    },
+    "bamba": {"gqa": {}, "at the end": {"attn_layer_indices": [0], "num_hidden_layers": 2, "attention_bias": True,
+        "time_step_limit": [0.3, 0.9]}},
+    "falcon_h1": {
+        "gqa": {},
+        "norm first": {"mamba_rms_norm": True},
+        "gate first": {"mamba_rms_norm": True, "mamba_norm_before_gate": False, "mamba_n_groups": 1},
+    },
+    "nemotron_h": {
+        "gqa": {},
+        "experts at the end": {"layers_block_type": ["linear_attention", "full_attention", "moe"], "n_group": 1,
+            "topk_group": 1, "moe_latent_size": None, "norm_topk_prob": False},
+        "an MLP at the end": {"layers_block_type": ["full_attention", "linear_attention", "mlp"], "mlp_bias": True,
+            "use_bias": True, "use_conv_bias": False},
     },
     "qwen3_5_text": {
         "gqa": {},
@@ -401,7 +428,8 @@ def test_products_that_add_to_the_residual(
     folder = make(tiny_model, family, variant="clamped" if family == "gpt_oss" else "gqa")  # without biases
     model = load(folder)
     dense = [layer for layer in model.layers if isinstance(layer.mlp, MLP)]  # experts add in every step
-    outputs = [layer for layer in model.layers if layer.mixer.output.method.bias is None]  # no product adds both
+    mixing = [layer for layer in model.layers if layer.mixer is not None and not isinstance(layer.mixer, PairBlock)]
+    outputs = [layer for layer in mixing if layer.mixer.output.method.bias is None]  # no product adds both
     for product in (*(layer.mixer.output for layer in outputs), *(layer.mlp.down for layer in dense)):
         product.method.add_rows = 9
     multiply, seen = Unquantized.multiply, []

@@ -28,7 +28,10 @@ from vserve.engine.weights.loader import count_parameters, load_model
 from ..quant.checkpoints import write
 from .test_model_parity import WHOLE, PagedRunner, difference, make, oracle, sequences
 
-FAMILIES = ("gemma4_text", "minimax_m2", "mimo_v2_flash", "hy_v3", "laguna", "llama4_text")
+FAMILIES = (
+    "gemma4_text", "minimax_m2", "mimo_v2_flash", "hy_v3", "laguna", "llama4_text", "lfm2_moe", "granitemoehybrid",
+    "falcon_h1", "nemotron_h",
+)  # fmt: skip
 # What is quantised in groups of columns wants whole ones.
 WHOLE_GROUPS = {"moe_intermediate_size": 64, "shared_expert_intermediate_size": 64}
 # Family → in which layouts it is published.
@@ -41,6 +44,8 @@ LAYOUTS = [
     ("laguna", "nvfp4"),
     ("laguna", "packed"),
     ("llama4_text", "fp8_channel"),
+    ("lfm2_moe", "fp8_blocks"),
+    ("nemotron_h", "fp8_blocks"),  # whose experts become numbers
 ]
 
 
@@ -157,7 +162,11 @@ def test_as_many_parameters_as_transformers_has(tiny_model: Callable[..., Path],
     folder = tiny_model(family)
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    buffers = [buffer for name, buffer in theirs.named_buffers() if name.endswith(("correction_bias", "layer_scalar"))]
+    buffers = [
+        buffer
+        for name, buffer in theirs.named_buffers()
+        if name.endswith(("correction_bias", "expert_bias", "layer_scalar"))
+    ]
     assert count_parameters(read_folder(folder)) == sum(tensor.numel() for tensor in (*theirs.parameters(), *buffers))
 
 
@@ -166,6 +175,8 @@ def test_defaults_of_missing_keys_are_what_transformers_writes_of_them(tmp_path:
     raw = {"model_type": family, "dtype": "float32"}
     if family == "gemma4_text":
         raw |= {"enable_moe_block": True, "num_experts": 8, "top_k_experts": 2, "moe_intermediate_size": 64}
+    if family == "granitemoehybrid":  # which would have no attention
+        raw |= {"layer_types": ["linear_attention", "full_attention"], "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(raw))
     AutoConfig.from_pretrained(tmp_path).save_pretrained(tmp_path)
     written = json.loads((tmp_path / "config.json").read_text())

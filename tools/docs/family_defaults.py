@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import json
 from dataclasses import MISSING, fields
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,9 @@ def defaults(config: type, keys: set[str]) -> dict[str, Any]:
     theta = getattr(config, "default_theta", 10_000.0)  # an object by kind of layer in Gemma 3
     if (theta := theta["global"] if isinstance(theta, dict) else theta) != 10_000.0:
         values["rope_theta"] = theta
-    return {key: value for key, value in sorted(values.items()) if key in keys}
+    # JSON has no word for a limit that is none.
+    found = {key: None if isinstance(value, tuple) and inf in value else value for key, value in values.items()}
+    return {key: value for key, value in sorted(found.items()) if key in keys}
 
 
 def table() -> str:

@@ -53,6 +53,23 @@ SHAPES: dict[str, dict[str, Any]] = {
         num_key_value_heads=2, num_experts=256, num_experts_per_tok=8, moe_intermediate_size=512,
         shared_expert_intermediate_size=512,
     ),
+    "nemotron-3-nano": dict(
+        architectures=["NemotronHForCausalLM"], model_type="nemotron_h", vocab_size=131072, hidden_size=2688,
+        hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", num_attention_heads=32,
+        num_key_value_heads=2, head_dim=128, intermediate_size=1856, mamba_head_dim=64, mamba_num_heads=64, n_groups=8,
+        ssm_state_size=128, conv_kernel=4, moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712,
+        n_routed_experts=128, n_shared_experts=1, num_experts_per_tok=6, norm_topk_prob=True, routed_scaling_factor=2.5,
+        max_position_embeddings=262144, layer_norm_epsilon=1e-5, tie_word_embeddings=False, dtype="bfloat16",
+        bos_token_id=1, eos_token_id=2,
+    ),
+    "lfm2-8b-a1b": dict(
+        architectures=["Lfm2MoeForCausalLM"], model_type="lfm2_moe", vocab_size=65536, hidden_size=2048,
+        intermediate_size=7168, moe_intermediate_size=1792, num_hidden_layers=24, num_dense_layers=2, num_experts=32,
+        num_experts_per_tok=4, use_expert_bias=True, norm_topk_prob=True, conv_L_cache=3, num_attention_heads=32,
+        num_key_value_heads=8, max_position_embeddings=128000, norm_eps=1e-5, rope_theta=1000000.0, dtype="bfloat16",
+        layer_types=["full_attention" if index in (2, 6, 10, 14, 18, 21) else "conv" for index in range(24)],
+        bos_token_id=1, eos_token_id=2,
+    ),
     "gpt-oss-20b": dict(
         architectures=["GptOssForCausalLM"], model_type="gpt_oss", vocab_size=201088, hidden_size=2880,
         num_hidden_layers=24, num_attention_heads=64, num_key_value_heads=8, head_dim=64, intermediate_size=2880,
