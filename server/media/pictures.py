@@ -123,18 +123,19 @@ class Pictures:
             if (item := self.cache.named(name)) is None:
                 raise _bad(source, "is not here any more, or never was under its 'uuid': send it with its data")
             return item
-        given: str | bytes = source.url
+        given, size = None, len(source.url) - source.start
         if source.start:
-            if len(source.url) - source.start > 4 * (self._max_size // 3 + 1):
+            if size > 4 * (self._max_size // 3 + 1):
                 raise _bad(source, f"has more than {self._max_size} bytes (--max-media-size)")
         else:
             try:
                 given = await self._fetcher.fetch(source.url)
             except FetchError as error:
                 raise _bad(source, str(error)) from None
-            held.grow(len(given))  # what the request itself has brought is counted with its body
+            size = len(given)
+            held.grow(size)  # what the request itself has brought is counted with its body
         work = partial(self._data_and_key, space, source, given)
-        data, key = work() if len(given) <= INLINE else await self.lanes.run(min(SHORT, len(given) >> 10), work)
+        data, key = work() if size <= INLINE else await self.lanes.run(min(SHORT, size >> 10), work)
         if (item := self.cache.find(key)) is not None:
             self.cache.put(key, item, name)
             return item
@@ -142,9 +143,9 @@ class Pictures:
         self.cache.put(key, item, name)
         return item
 
-    def _data_and_key(self, space: str, source: Source, given: str | bytes) -> tuple[bytes, bytes]:
-        """given: the file, or a data URL of it. Takes as long as it is large."""
-        data = given if isinstance(given, bytes) else given[source.start :].encode("ascii", "replace")
+    def _data_and_key(self, space: str, source: Source, given: bytes | None) -> tuple[bytes, bytes]:
+        """given: the file; None: the source has it. Takes as long as it is large."""
+        data = source.encoded if given is None else given
         return data, self._key(space, f"{source.detail == 'low'} {bool(source.start)}", data)
 
     def _key(self, space: str, form: str, data: bytes) -> bytes:

@@ -32,6 +32,11 @@ class Source:
     detail: Detail = "auto"
     uuid: str | None = None  # the client's own name of it; url may then be empty
 
+    @property
+    def encoded(self) -> bytes:
+        """Base64 of the file, as a data URL has brought it: a copy. Empty where there is none."""
+        return self.url[self.start :].encode("ascii", "replace") if self.start else b""
+
 
 def is_picture(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in TYPES

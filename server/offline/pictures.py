@@ -80,11 +80,11 @@ class Pictures:
             raise ValueError(f"{where} has {count} pictures; at most {self._most} are allowed (limit_mm_per_prompt)")
 
     def _bytes(self, source: Source) -> bytes:
-        if source.encoded:
+        if source.start:
             from ..media.decode import unpacked
 
             try:
-                return unpacked(source.encoded.encode("ascii", "replace"))
+                return unpacked(source.encoded)
             except ValueError as error:
                 raise ValueError(f"the picture '{source.where}' cannot be read: {error}") from None
         try:
