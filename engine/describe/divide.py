@@ -245,6 +245,18 @@ def context_cost(config: ModelConfig) -> float:
     return ATTENTION * pairs / products
 
 
+SEEN_PATCHES = 4096  # of a picture of a megapixel: what a patch attends to
+
+
+def patch_cost(config: ModelConfig) -> float:
+    """What a patch that the tower looks at costs, in products of a token."""
+    if config.vision is None:
+        return 0.0
+    blocks = config.vision.blocks
+    of_block = blocks.hidden * (4 * blocks.hidden + (2 + blocks.gated) * blocks.inner + 2 * SEEN_PATCHES)
+    return blocks.depth * of_block / sum(_parameters(layer, config.hidden_size)[1] for layer in config.layers)
+
+
 def _parameters(layer: LayerSpec, hidden: int) -> tuple[int, int]:
     """(that a layer has, that a token meets), about: norms and biases are small."""
     mixer, mlp = sum(_mixer(layer.mixer, hidden)), layer.mlp

@@ -417,6 +417,7 @@ class SchedulerConfig:
     media_axes: bool = False  # positions are in time, height and width
     media_whole: bool = False  # a picture's tokens see each other, and so are computed in one step
     longest_media: int = 0  # tokens that a picture then may have
+    patch_cost: float = 0.0  # of a patch that is encoded, in tokens of a prompt, where steps with decodes are limited
 
     @property
     def grain(self) -> int:

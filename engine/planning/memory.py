@@ -299,7 +299,12 @@ def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
 
 
 def _and(plan: MemoryPlan) -> str:
-    return f", the encoder cache {gib(plan.pictures)} (--mm-encoder-cache-tokens)" if plan.pictures else ""
+    if not plan.pictures:
+        return ""
+    return (
+        f", the encoder cache {gib(plan.pictures)} (--mm-encoder-cache-tokens; --mm-processor-kwargs says how large "
+        "pictures may be, of which a step has room for the largest)"
+    )
 
 
 def _at(plan: MemoryPlan) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from ...kernels.linear.linear_hopper import even_rows
 from ..cache.kv_format import KVSettings
-from ..describe.divide import check_stages, context_cost, stage_layers
+from ..describe.divide import check_stages, context_cost, patch_cost, stage_layers
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..families.layer_spec import MoESpec
@@ -245,7 +245,7 @@ def resolve(
         "max_drafts": max((drafts for _, drafts in speculation.depths), default=0),
         "drafts_with_grammars": not speculation.acceptance,
         "depth": stages + 1 if stages > 1 else steps_in_flight(device),
-        **pictures(config, model, largest, tokens, seqs),
+        **pictures(config, model, largest, length, tokens, seqs),
         "reduced": reduced,
         "notices": notices,
     }
@@ -258,14 +258,14 @@ ENCODER_CACHE_TOKENS = 16_384
 
 
 def pictures(
-    config: EngineConfig, model: ModelConfig, largest: tuple[int, int], num_tokens: int, num_seqs: int
+    config: EngineConfig, model: ModelConfig, largest: tuple[int, int], length: int, num_tokens: int, num_seqs: int
 ) -> dict[str, Any]:
-    """Settings of a model that sees pictures, the largest of which has so many patches and tokens. num_tokens: of a
-    step; num_seqs: requests that may run."""
+    """Settings of a model that sees pictures, the largest of which has so many patches and tokens. length: of the
+    context; num_tokens: of a step; num_seqs: requests that may run."""
     vision = model.vision
     if vision is None or not model.causal:
         return {"mm_encoder_cache_tokens": 0}
-    patches, tokens = largest
+    patches, tokens = min(largest[0], length * vision.merge**2), min(largest[1], length)  # what a context holds
     kept = config.mm_encoder_cache_tokens or max(ENCODER_CACHE_TOKENS, tokens)
     return {
         "mm_encoder_cache_tokens": kept,
@@ -274,6 +274,7 @@ def pictures(
         "media_tokens": (vision.image_token, -1 if vision.video_token is None else vision.video_token),
         "media_merge": vision.merge,
         "media_axes": vision.mrope is not None,
+        "patch_cost": patch_cost(model),
         "media_whole": bool(vision.bidirectional),
         "longest_media": max(0, min(tokens, num_tokens - num_seqs + 1)) if vision.bidirectional else 0,
     }

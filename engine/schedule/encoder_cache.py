@@ -55,7 +55,8 @@ class EncoderCache:
         self.capacity = config.encoder_cache_tokens
         self.tokens, self.merge = config.media_tokens, config.media_merge
         self.three_axes, self.whole = config.media_axes, config.media_whole
-        self.longest = config.longest_media
+        self.longest, self.grain = config.longest_media, config.grain
+        self.patch_cost = config.patch_cost if config.max_mixed_tokens else 0.0
         self.chunked = config.enable_chunked_prefill
         self.entries: dict[Key, Entry] = {}  # the least recently used one first
         self.held: dict[int, Holder] = {}  # by request id
@@ -67,6 +68,8 @@ class EncoderCache:
         self.num_encoded_patches = 0
         self._last_number = 0
         self._budget = 0  # patches that the step may still encode
+        self._cost = 0.0  # of each, in tokens
+        self._alone = True  # no prompt is in the step yet
 
     # ---- what requests may have ----
     def problem(self, token_ids: Sequence[int], media: Sequence[MediaItem]) -> str | None:
@@ -107,16 +110,24 @@ class EncoderCache:
                 self._let_go(holder.entries.pop(index))
         self._budget = PATCHES_BESIDE_DECODES if beside_decodes else STEP_PATCHES
         self._budget -= sum(prod(encode.item.grid) for _, encode in self.pending)
+        self._cost = self.patch_cost if beside_decodes else 0.0
+        self._alone = True
 
     def reach(self, request: Request, start: int, num_new: int) -> int:
         """Tokens of the chunk that a step may compute instead of `num_new` behind the first `start`: as far as the
-        features are there, or can be computed in the step. 0: none."""
-        held, budget, first = self._num_held(), self._budget, not self.pending
-        end = start + num_new
+        features are there, or can be computed in the step. 0: none.
+
+        Beside decodes, what is encoded takes room of the chunk, as it takes time: a picture for which there is too
+        little waits for a step in which no other prompt is.
+        """
+        held, budget, none_yet, alone = self._num_held(), self._budget, not self.pending, self._alone
         mine = self._entries_of(request)
-        for index, item in self._items(request, start, end):
-            if self.whole and end < item.start + item.length:
-                return max(0, item.start - start)
+        for index, item in self._items(request, start, start + num_new):
+            before, whole = max(0, item.start - start), item.start + item.length - start
+            if before >= num_new:
+                break
+            if self.whole and num_new < whole:
+                return before
             if index in mine:
                 continue
             entry = self.entries.get(_key(request, item))
@@ -124,18 +135,25 @@ class EncoderCache:
                 size = entry.size if entry is not None else self._size(request, item)
                 held += size
                 if held > self.capacity:
-                    return max(0, item.start - start)
+                    return before
             if entry is None:
-                cost = prod(item.grid)
-                if self.chunked and cost > budget and not first:
-                    return max(0, item.start - start)
-                budget, first = budget - cost, False
+                patches = prod(item.grid)
+                cost, least = int(self._cost * patches), min(num_new, whole if self.whole else before + self.grain)
+                too_much = (patches > budget and not none_yet) or (num_new - cost < least and not alone)
+                if self.chunked and too_much:
+                    return before
+                num_new = max(num_new - cost, least)
+                budget, none_yet, alone = budget - patches, False, False
         return num_new
 
-    def take(self, request: Request, num_new: int) -> None:
-        """For a running request that computes `num_new` tokens in this step, as many as `reach` allows: the entries
-        that these need are its own, and those that are not there are encoded."""
-        start = request.num_computed_tokens
+    def take(self, request: Request, num_new: int) -> int:
+        """For a running request that computes `num_new` tokens of its prompt in this step, as many as `reach` allows:
+        the entries that these need are its own, and those that are not there are encoded. Returns what that costs, in
+        tokens."""
+        self._alone = False
+        start, num_patches = request.num_computed_tokens, 0
+        if start >= request.media_end:
+            return 0
         holder = self.held.setdefault(request.id, Holder(request))
         for index, item in self._items(request, start, start + num_new):
             if index in holder.entries:
@@ -149,12 +167,14 @@ class EncoderCache:
                 entry = Entry(self._last_number, key, size)
                 self.num_used += size
                 self.pending.append((entry, Encode(entry.number, item, size)))
-                self._budget -= prod(item.grid)
+                num_patches += prod(item.grid)
             else:
                 self.num_hits += 1
             entry.num_users += 1
             self.entries[key] = holder.entries[index] = entry
         self._evict()
+        self._budget -= num_patches
+        return int(self._cost * num_patches)
 
     def outside(self, request: Request, num_tokens: int) -> int:
         """Of a prefix of so many tokens, how many can be a hit: where tokens of a picture see later ones of it, a chunk

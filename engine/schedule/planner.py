@@ -231,8 +231,11 @@ class Planner:
 
     def _see(self, step: Step, request: Request) -> None:
         """What the tokens of it that the step computes need of its pictures."""
-        if self.kv.encoder is not None and request.num_computed_tokens < request.media_end:
-            self.kv.encoder.take(request, step.scheduled[request])
+        if (encoder := self.kv.encoder) is None:
+            return
+        cost = min(encoder.take(request, step.scheduled[request]), step.budget)
+        step.limit, step.budget = step.limit - cost, step.budget - cost
+        if request.num_computed_tokens < request.media_end:
             step.seeing.add(request)
 
     def _export(self, step: Step, requests: Iterable[Request]) -> None:

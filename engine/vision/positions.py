@@ -28,16 +28,18 @@ def axis_positions(media: Sequence[MediaItem], merge: int, start: int, end: int)
     what comes behind goes on behind the largest of these.
     """
     positions = np.tile(np.arange(start, end, dtype=np.int32), (3, 1))
+    delta = 0  # of what has been passed
     for item in media:
         if item.start >= end:
             break
         shape = merged(item, merge)
         behind = item.start + item.length
-        positions[:, max(0, behind - start) :] += max(shape) - item.length
+        begin, grown = item.start + delta, max(shape) - item.length
+        positions[:, max(0, behind - start) :] += grown
+        delta += grown
         first, last = max(item.start, start), min(behind, end)
         if first < last:
             inside = np.unravel_index(np.arange(first - item.start, last - item.start), shape)
-            begin = item.start + rope_delta([other for other in media if other.start < item.start], merge)
             positions[:, first - start : last - start] = begin + np.stack(inside)
     return positions
 

@@ -207,6 +207,7 @@ def with_media(config: SchedulerConfig, rng: random.Random) -> SchedulerConfig:
     return replace(
         config, max_model_len=context, num_blocks=blocks, encoder_cache_tokens=rng.choice([6, 8, 12, 24, 60]),
         media_tokens=(PICTURE, MOVIE), media_merge=rng.choice([1, 2]), media_axes=rng.random() < 0.5,
+        patch_cost=rng.choice([0.0, 0.5, 3.0]),
         media_whole=whole, longest_media=LONGEST if whole else 0, max_num_batched_tokens=budget,
     )  # fmt: skip
 

@@ -6,6 +6,9 @@ from typing import Any
 
 import pytest
 
+from vserve.engine.describe.divide import patch_cost
+from vserve.engine.families.layer_spec import AttentionSpec, LayerSpec, MLPSpec
+from vserve.engine.families.vision_spec import BlockSpec
 from vserve.engine.link.media import MediaItem
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import SchedulerConfig
@@ -135,18 +138,51 @@ def test_a_step_encodes_so_many_patches_and_one_picture_always() -> None:
     assert cache.reach(large, 0, 20) == 4, "beside others it waits"
 
 
+def test_what_is_encoded_beside_decodes_takes_room_of_the_chunk() -> None:
+    """A step with both is no longer than others; without decodes nobody waits for it."""
+    cache = EncoderCache(config(encoder_cache_tokens=1000, max_mixed_tokens=100, patch_cost=0.5))
+    one, two = (request(id, 200, item(10, 40, bytes([id]), 120)) for id in (1, 2))
+    cache.begin(beside_decodes=False)
+    assert cache.reach(one, 0, 100) == 100
+    cache.begin(beside_decodes=True)
+    assert cache.reach(one, 0, 100) == 40, "60 of its tokens go for 120 patches"
+    assert cache.reach(one, 0, 50) == 11, "too little for both, but nobody else is in the step"
+    assert cache.take(one, 40) == 60
+    one.num_computed_tokens = 40
+    cache.begin(beside_decodes=True)
+    assert cache.reach(one, 40, 60) == 60 and cache.take(one, 60) == 0
+    assert cache.reach(two, 0, 40) == 10, "beside another prompt it waits before its picture"
+    assert cache.reach(two, 0, 90) == 30
+
+
+def test_a_patch_costs_what_the_tower_multiplies() -> None:
+    """Of a megapixel, a third of its tokens' prefill in the shape of Qwen3-VL-8B."""
+
+    class Vision:
+        blocks = BlockSpec(depth=27, hidden=1152, inner=4304, heads=16)
+
+    class Model:
+        vision, hidden_size = Vision, 4096
+        layers = (LayerSpec(AttentionSpec(32, 8, 128, None), MLPSpec(12288)),) * 36
+
+    assert 4096 * patch_cost(Model) / 1024 == pytest.approx(0.36, rel=0.1)  # type: ignore[arg-type]
+    assert patch_cost(type("Text", (), {"vision": None})) == 0.0  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(("seqs", "longest"), [(16, 256), (4000, 97), (4096, 1)])
 def test_a_picture_that_is_not_cut_has_room_beside_decodes(seqs: int, longest: int) -> None:
     class Vision:
         image_token, video_token, merge, mrope, bidirectional = 5, None, 4, None, "all"
+        blocks = BlockSpec(depth=2, hidden=64, inner=128, heads=2)
 
     class Model:
-        vision, causal = Vision, True
+        vision, causal, hidden_size = Vision, True, 64
+        layers = (LayerSpec(AttentionSpec(4, 2, 16, None), MLPSpec(96)),)
 
     class Options:
         mm_encoder_cache_tokens = None
 
-    found = pictures(Options, Model, (4096, 256), 4096, seqs)  # type: ignore[arg-type]
+    found = pictures(Options, Model, (4096, 256), 8192, 4096, seqs)  # type: ignore[arg-type]
     assert (found["media_whole"], found["longest_media"]) == (True, longest)
     cache = EncoderCache(config(media_whole=True, longest_media=longest, encoder_cache_tokens=300))
     error = cache.problem(request(1, 300, item(4, 256)).token_ids, [item(4, 256)])

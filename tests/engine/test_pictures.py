@@ -174,3 +174,18 @@ def test_divided_models(tiny_model, divided: dict[str, int]) -> None:
 def test_stages_that_pictures_would_cross_are_refused(tiny_model) -> None:
     with pytest.raises(ModelError, match="pictures add to the first 2 layers"):
         check_stages(read_folder(tiny_model("qwen3_vl", max_position_embeddings=256)), 2)
+
+
+def test_drafts_behind_pictures(tiny_model) -> None:
+    """They are verified at the positions that pictures have moved."""
+    engine = engine_of(tiny_model, "qwen3_vl")
+    prompts = [prompt_of(engine.folder, 3, (96, 96), 12, (64, 32), size) for size in (4, 7)]
+    prompts += [(ids * 2, ()) for ids, _ in (prompt_of(engine.folder, 20),)]
+    drafting = '{"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_min": 1, "prompt_lookup_max": 2}'
+    (answers,), stats = engine.run(
+        [request(prompt, logprobs=0, max_tokens=40) for prompt in prompts], max_model_len=160, block_size=8,
+        speculative_config=drafting,
+    )  # fmt: skip
+    assert stats.num_draft_tokens > 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        check(engine, prompt, answer)
