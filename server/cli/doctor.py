@@ -84,6 +84,7 @@ def examine(engine: EngineConfig, server: ServerConfig) -> Iterator[Finding]:
     for index in range(len(torch.cards)):
         yield _card(torch, index)
     yield from _triton(on_card)
+    yield _pillow()
     yield _memory()
     yield _shared_memory(len(torch.cards))
     yield _open_files()
@@ -154,6 +155,13 @@ def _triton(on_card: bool) -> Iterator[Finding]:
         yield Finding(FAIL, "C compiler", f"{compiler}, but {header} is missing", f"apt-get install {python}-dev")
     else:
         yield Finding(OK, "C compiler", f"{compiler}, with Python's headers")
+
+
+def _pillow() -> Finding:
+    version = machine.package_versions(("pillow",))["pillow"]
+    if version == "not installed":
+        return Finding(WARN, "pillow", f"{version}: pictures are refused", "pip install -c constraints.txt pillow")
+    return Finding(OK, "pillow", version)
 
 
 def _memory() -> Finding:

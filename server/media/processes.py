@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Mapping
 
 import msgspec
 
@@ -125,9 +126,14 @@ class DecodeProcesses:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
                 stdin=subprocess.DEVNULL,
-                env=os.environ | alone | {"CUDA_VISIBLE_DEVICES": ""},
+                env=_without_secrets(os.environ) | alone | {"CUDA_VISIBLE_DEVICES": ""},
             )
         send(self._control, self._processor)
+
+
+def _without_secrets(environment: Mapping[str, str]) -> dict[str, str]:
+    """Whoever takes over a process by a picture finds no keys there."""
+    return {name: value for name, value in environment.items() if not name.endswith(("_KEY", "_TOKEN", "_SECRET"))}
 
 
 class _Process:

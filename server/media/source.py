@@ -36,7 +36,7 @@ def is_picture(part: Any) -> bool:
     return isinstance(part, dict) and part.get("type") in TYPES
 
 
-def num_bytes(messages: list[dict[str, Any]]) -> int:
+def num_bytes(messages: list[Any]) -> int:
     """What the pictures in messages take of a body, about; they are read, but no text."""
     return sum(len(url) for part in _parts(messages) if isinstance(url := _url(part), str))
 
@@ -67,9 +67,11 @@ def without(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _parts(messages: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _parts(messages: list[Any]) -> Iterator[dict[str, Any]]:
     for message in messages:
-        if isinstance(content := message.get("content"), list):
+        if isinstance(message, list):  # a conversation of several
+            yield from _parts(message)
+        elif isinstance(content := message.get("content"), list):
             yield from (part for part in content if is_picture(part))
 
 

@@ -39,11 +39,14 @@ class Pictures:
         if isinstance(prompts, Mapping):
             (plain,), found = self.beside([prompts])
             return plain, found
-        if isinstance(prompts, str) or not any(isinstance(one, Mapping) and KEY in one for one in prompts):
+        several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
+        if not several or not any(isinstance(one, Mapping) and KEY in one for one in prompts):
             return prompts, []
         plain, pictures = [], []
         for i, one in enumerate(prompts):
             given: Any = one.get(KEY) if isinstance(one, Mapping) else None
+            if given is not None and self._processor is None:
+                raise ValueError(f"prompt {i}: '{KEY}' is not supported: this model sees no pictures")
             plain.append({k: v for k, v in one.items() if k != KEY} if isinstance(one, Mapping) else one)
             pictures.append([self._given(picture, f"prompt {i}") for picture in _listed(given, i)])
             self._check_number(len(pictures[-1]), f"prompt {i}")
@@ -93,8 +96,7 @@ class Pictures:
         """Of Pillow, an array [height, width, 3] of bytes, a file's path or its bytes."""
         import numpy as np
 
-        if self._processor is None:
-            raise ValueError(f"{where} has pictures, and this model sees none: leave them out")
+        assert self._processor is not None
         if isinstance(picture, str | os.PathLike):
             try:
                 picture = Path(picture).read_bytes()
@@ -152,7 +154,7 @@ def _listed(given: Any, index: int) -> list[Any]:
     if not isinstance(given, Mapping) or (unknown := set(given) - {"image"}):
         what = f"has {min(map(str, unknown))!r}" if isinstance(given, Mapping) else f"is {given!r:.60}"
         raise ValueError(f"prompt {index}: '{KEY}' {what}: give {{'image': …}}, a picture or a list of them")
-    pictures = given["image"]
+    pictures = given.get("image")
     if pictures is None:
         return []
     return list(pictures) if isinstance(pictures, list | tuple) else [pictures]

@@ -233,6 +233,7 @@ class Model(Schema):
     owned_by: str
     root: str
     parent: str | None
+    modalities: list[Literal["text", "image"]] = Field(description="what a prompt may have")
     max_model_len: int
     tasks: list[str] = Field(description="generate, embed, classify, reward: what requests may ask for")
     permission: list[ModelPermission]

@@ -7,7 +7,10 @@ import io
 import json
 import re
 import shutil
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +31,7 @@ PAD, START, END = 299, 297, 296
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
 TOKENS = 6
 LENGTH = 1200
+FAMILIES = ("qwen3_vl", "qwen3_5")
 
 
 def with_pictures(folder: Path, source: Path) -> Path:
@@ -57,16 +61,30 @@ def with_pictures(folder: Path, source: Path) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["qwen3_vl", "qwen3_5"])
-def folder(request: pytest.FixtureRequest, tiny_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = tiny_model(request.param, max_position_embeddings=LENGTH)
-    return with_pictures(tmp_path_factory.mktemp("pictures") / "model", model)
-
-
 @pytest.fixture(scope="module")
-def url(folder: Path, live_server: Callable[..., Any]) -> Iterator[str]:
-    with live_server(folder, max_model_len=LENGTH) as url:
-        yield url
+def served(
+    tiny_model: Any, tmp_path_factory: pytest.TempPathFactory, live_server: Callable[..., Any]
+) -> Iterator[Callable[[str], tuple[Path, str]]]:
+    """served(family) → the folder of a tiny model, and the URL of its server."""
+    with ExitStack() as stack:
+
+        @cache
+        def server_of(family: str) -> tuple[Path, str]:
+            model = tiny_model(family, max_position_embeddings=LENGTH)
+            folder = with_pictures(tmp_path_factory.mktemp("pictures") / "model", model)
+            return folder, stack.enter_context(live_server(folder, max_model_len=LENGTH))
+
+        yield server_of
+
+
+@pytest.fixture
+def folder(served: Any) -> Path:
+    return served(FAMILIES[0])[0]
+
+
+@pytest.fixture
+def url(served: Any) -> str:
+    return served(FAMILIES[0])[1]
 
 
 def file_of(width: int, height: int, form: str, seed: int = 0) -> bytes:
@@ -121,8 +139,10 @@ def check(folder: Path, answer: Any, *files: bytes) -> None:
         assert at["logprob"] == pytest.approx(row[token].item(), abs=MARGIN)
 
 
-def test_a_megapixel(folder: Path, url: str) -> None:
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_megapixel(family: str, served: Any) -> None:
     """The second time it is found, in the server as in the engine."""
+    folder, url = served(family)
     file = file_of(1024, 1024, "JPEG")
     answers = [ask(url, "What is this?", file) for _ in range(2)]
     assert answers[0]["usage"]["prompt_tokens"] > 1024
@@ -190,6 +210,7 @@ def test_offline(folder: Path, tmp_path: Path) -> None:
                 llm.generate({"prompt_token_ids": prompt, "multi_modal_data": given}, params, use_tqdm=False)
 
 
+@pytest.mark.slow
 def test_sdks_send_files(folder: Path, url: str, tmp_path: Path) -> None:
     """OpenAI's and Anthropic's, each in its own words: one answer."""
     import anthropic
@@ -217,3 +238,21 @@ def test_sdks_send_files(folder: Path, url: str, tmp_path: Path) -> None:
     assert said and said == response.output_text == "".join(block.text for block in message.content)  # type: ignore
     assert chat.usage is not None and response.usage is not None
     assert chat.usage.prompt_tokens == response.usage.input_tokens == len("See") + 2 + 15
+
+
+def test_no_address_of_this_machine_is_called(url: str) -> None:
+    """A listener stands where the URLs point to, and nobody comes."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        listener.settimeout(0.2)
+        for address in (
+            f"http://127.0.0.1:{port}/x.png", f"http://localhost:{port}/x.png", f"http://[::ffff:127.0.0.1]:{port}/x",
+            f"http://2130706433:{port}/x.png", f"https://0.0.0.0:{port}/x.png", "http://169.254.169.254/latest",
+            "file:///etc/passwd", "ftp://x/y.png",
+        ):  # fmt: skip
+            content = [{"type": "image_url", "image_url": {"url": address}}]
+            body = {"messages": [{"role": "user", "content": content}]}
+            answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240)
+            assert answer.status_code == 400 and answer.json()["error"]["param"], address
+        with pytest.raises(TimeoutError):
+            listener.accept()

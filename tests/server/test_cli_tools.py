@@ -43,7 +43,7 @@ def healthy(monkeypatch: pytest.MonkeyPatch) -> Any:
     make("shared_memory", 64 << 20)
     make("open_files", (1024, 1 << 20))
     make("compiler", "/usr/bin/gcc")
-    make("package_versions", {"triton": "3.7.1"})
+    make("package_versions", {"triton": "3.7.1", "pillow": "13.0"})
     return make
 
 
@@ -86,8 +86,9 @@ def test_a_card(healthy: Any) -> None:
     assert found["driver"].text == "NVIDIA 580.1, 1 card" and "compute 9.0" in found["card 0"].text
     healthy("compiler", None)
     assert "apt-get install gcc" in examine()["C compiler"].remedy
-    healthy("package_versions", {"triton": "not installed"})
+    healthy("package_versions", {"triton": "not installed", "pillow": "not installed"})
     assert examine()["triton"].status == "FAIL"
+    assert examine()["pillow"].status == "warn" and "pictures are refused" in examine()["pillow"].text
     healthy("probe_torch", Torch("2.13.0", "13.0", (), (Card("T4", (7, 5), 1 << 30, 16 << 30),) * 2))
     found = examine()
     assert "--dtype float16" in found["card 0"].remedy and "--ipc=host" in found["shared memory"].remedy

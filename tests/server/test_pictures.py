@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -287,3 +288,13 @@ def test_the_room_for_pixels_is_shared(seeing: Seeing, monkeypatch: pytest.Monke
     assert room.num_bytes == 0
     assert seeing.client.post("/tokenize", {"messages": [user(part(), part())]}).status_code == 200
     assert room.num_bytes == 0 and not room._by_tenant
+
+
+def test_several_conversations_with_pictures(seeing: Seeing) -> None:
+    """Each has its own, also where a body is so large that its pictures are told from its text."""
+    noise = os.urandom(40_000)  # what follows a picture in its file is not read
+    red, blue = part(file_of() + noise), part(file_of(colour="blue") + noise)
+    messages = [[user("a", red)], [user("b", blue, blue)], [{"role": "user", "content": "c"}]]
+    answer = seeing.client.post("/v1/chat/completions/batch", {"messages": messages})
+    assert answer.status_code == 200, answer.text
+    assert [len(one.media) for one in seeing.engine.submitted[-3:]] == [1, 2, 0]
