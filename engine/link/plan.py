@@ -27,8 +27,8 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
 
 class StateExport(msgspec.Struct, frozen=True, array_like=True):
     """A row's recurrent state after its first `boundary` tokens is copied into a slot, as the step's folding passes
-    it. If the device's count of certain tokens does not pass it in this step, nothing is written: behind drafts, several
-    plans bear the same one."""
+    it. If the device's count of certain tokens does not pass it in this step, nothing is written: behind drafts,
+    several plans bear the same one."""
 
     row: int
     boundary: int  # a multiple of 64
