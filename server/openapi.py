@@ -15,10 +15,10 @@ from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
 from ..engine.link.messages import HISTORY
-from .dialects.messages.request import CountRequest, MessagesRequest
+from .dialects.messages.request import CountRequest, MessagesRequest, RenderMessages
 from .dialects.messages.schemas import AnthropicError, MessageEvent, MessageObject, TokenCount
 from .dialects.responses.compact_request import CompactRequest
-from .dialects.responses.request import ResponsesRequest
+from .dialects.responses.request import RenderResponse, ResponsesRequest
 from .dialects.responses.schemas import (
     CompactedResponse,
     DeletedResponse,
@@ -131,10 +131,14 @@ OPERATIONS = (
       for path in ("/score", "/v1/score")),
     *(Operation(path, pooled_answers.Ranking, body=RerankRequest, errors=_GENERATION)
       for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-    Operation("/v1/chat/completions/render", rendered.RenderedPrompt, body=ChatRequest, errors=_BODY),
-    Operation("/v1/completions/render", rendered.RenderedCompletions, body=CompletionRequest, errors=_BODY),
-    Operation("/v1/chat/completions/derender", responses.ChatCompletion, body=tokens_in.DerenderChat, errors=_BODY),
-    Operation("/v1/completions/derender", responses.Completion, body=tokens_in.DerenderCompletions, errors=_BODY),
+    Operation("/v1/chat/completions/render", rendered.RenderedPrompt, body=rendered.RenderChat, errors=_BODY),
+    Operation("/v1/responses/render", rendered.RenderedPrompt, body=RenderResponse, errors=_BODY),
+    Operation("/v1/messages/render", rendered.RenderedPrompt, body=RenderMessages, errors=_BODY,
+              failure=AnthropicError),
+    Operation("/v1/completions/render", rendered.RenderedCompletions, body=rendered.RenderCompletion, errors=_BODY),
+    Operation("/v1/chat/completions/derender", tokens_in.DerenderedChat, body=tokens_in.DerenderChat, errors=_BODY),
+    Operation("/v1/completions/derender", tokens_in.DerenderedCompletions, body=tokens_in.DerenderCompletions,
+              errors=_BODY),
     Operation("/inference/v1/generate", tokens_in.TokensAnswer, body=tokens_in.TokensRequest,
               chunk=tokens_in.TokensChunk, errors=_GENERATION),
     Operation("/tokenizer_info", rendered.TokenizerInfo, "get", errors=(503,)),

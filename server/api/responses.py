@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what becomes of stored ones: GET, DELETE, cancel, input_items"""
+"""POST /v1/responses and /v1/responses/render, and what becomes of stored ones: GET, DELETE, cancel, input_items"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..dialects.responses.history import History, has_turns, newest
 from ..dialects.responses.items import item_messages
 from ..dialects.responses.listed import input_items
 from ..dialects.responses.log import EventLog
-from ..dialects.responses.request import NAMES, ResponsesRequest
+from ..dialects.responses.request import NAMES, RenderResponse, ResponsesRequest
 from ..dialects.store import Stored
 from ..errors import ApiError, bad_request, shorten
 from ..generation.admission import Ticket
@@ -38,8 +38,9 @@ from .background import run_in_background
 from .dialect import Chatting, Deltas, Head
 from .ignored import ignored_headers
 from .read import check_ignored, on_bodies, read_request, work_on_body
+from .render import rendered
 from .route import new_router
-from .tokens import chat_tokens
+from .tokens import chat_tokens, watched
 from .truncation import fitted
 
 router = new_router()
@@ -200,6 +201,19 @@ async def count_input_tokens(request: Request) -> Response:
         _, token_ids = await unless_disconnected(request.receive, work)
     content = msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(token_ids)})
     return Response(content, headers=ignored_headers(body.ignored), media_type="application/json")
+
+
+@router.post("/v1/responses/render", response_class=Response)
+async def render_response(request: Request) -> Response:
+    """What the input of such a request becomes, text and token ids; nothing is generated."""
+    body = await read_request(RenderResponse, request)
+    previous = previous_response(request, body.previous_response_id)
+    asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
+    check_ignored(request, body.ignored)
+    with speaking_of(NAMES):
+        messages, offsets = asked.history.messages, bool(body.return_token_offsets)
+        work = rendered(request, asked.chat, body.ignored, offsets, lambda: messages(asked.chat))
+        return await watched(request, work)
 
 
 def _streamed(request: Request, server: ServerState, id: str, owner: str) -> Response:

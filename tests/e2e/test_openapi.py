@@ -236,6 +236,8 @@ def test_other_answers_fit(server: Any, document: dict[str, Any]) -> None:
         ("post", "/v1/responses/input_tokens", "/v1/responses/input_tokens", {"input": "Hello"}),
         ("post", "/v1/responses/compact", "/v1/responses/compact", {"input": "Hello", "min_tokens": 2}),
         ("post", "/v1/completions/render", "/v1/completions/render", {"prompt": ["Hello", "you"]}),
+        ("post", "/v1/responses/render", "/v1/responses/render", {"input": "Hello", "return_token_offsets": True}),
+        ("post", "/v1/messages/render", "/v1/messages/render", {"messages": HI, "max_tokens": 9}),
         (
             "post",
             "/inference/v1/generate",
@@ -253,6 +255,15 @@ def test_other_answers_fit(server: Any, document: dict[str, Any]) -> None:
             "/v1/completions/derender",
             "/v1/completions/derender",
             {"generate_responses": [{"choices": [{"index": 0, "token_ids": [5, 6]}]}]},
+        ),
+        *(
+            (
+                "post",
+                f"/v1/{kind}/derender",
+                f"/v1/{kind}/derender",
+                {"stream": True, "generate_chunk": {"choices": [{"index": 0, "token_ids": [5, 6]}]}},
+            )
+            for kind in ("chat/completions", "completions")
         ),
         ("get", "/tokenizer_info", "/tokenizer_info", None),
         ("post", "/invocations", "/invocations", {"messages": HI, "max_tokens": 2}),

@@ -39,7 +39,7 @@ TABLE = {
     **{("POST", path): (USER, "here") for path in (
         "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
-        "/v1/completions/derender", "/inference/v1/generate", "/v1/completions",
+        "/v1/completions/derender", "/v1/messages/render", "/inference/v1/generate", "/v1/completions",
         "/v1/completions/render", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v2/embed",
         "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/invocations",
         "/v1/engines/{model:path}/completions", "/tokenize", "/detokenize",
@@ -49,7 +49,7 @@ TABLE = {
     )},
     ("GET", "/metrics"): (USER, "first"),
     **{("POST", path): (USER, "first") for path in (
-        "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact",
+        "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/render", "/v1/responses/compact",
         f"{RESPONSE}/cancel", CHAT,
     )},
     **{("GET", path): (USER, "first") for path in (

@@ -265,6 +265,13 @@ def test_strict_params(engine: Any, text_model: Any, new_client: Any) -> None:
     assert error["message"] == "Unknown parameter: 'labels'." and error["code"] == "unknown_parameter"
     check(client.complete(**{"evil\r\nx-header: 1": 1}), "evil x-header: 1")
     assert client.complete(max_tokens=1, priority=0).status_code == 200
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
+        ("completions", {"prompt": "Hi"}), ("responses", {"input": "Hi"}),
+    ):  # fmt: skip
+        found = client.post(f"/v1/{path}/render", body | {"return_token_offsets": True})
+        assert found.status_code == 200, f"a field of /v1/{path}/render: {found.text}"
 
 
 def test_unknown_fields_are_named(client: Any) -> None:

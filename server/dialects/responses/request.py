@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ...errors import bad_request, shorten, unsupported
 from ...wire import fields
+from ...wire.rendered import WithOffsets
 from ...wire.requests import ChatRequest
 from ..as_chat import Names, SamplingFields, chat_request, objects, speaking_of
 from .items import input_messages
@@ -205,3 +206,7 @@ class ResponsesRequest(SamplingFields):
                 "text.format.type",
             )
         return format
+
+
+class RenderResponse(WithOffsets, ResponsesRequest):
+    pass
