@@ -105,6 +105,10 @@ class ServerState:
         return Store(self.config.response_store_size, self.config.response_store_bytes)
 
     @cached_property
+    def conversations(self) -> Store:
+        return Store(self.config.response_store_size, self.config.response_store_bytes)
+
+    @cached_property
     def chats(self) -> Store:
         return Store(self.config.response_store_size, self.config.response_store_bytes)
 

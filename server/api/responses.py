@@ -35,6 +35,7 @@ from ..state import ServerState
 from ..wire.encoded import encode
 from .answer import answer
 from .background import run_in_background
+from .conversations import append_answered, found
 from .dialect import Chatting, Deltas, Head
 from .ignored import ignored_headers
 from .read import check_ignored, on_bodies, read_request, work_on_body
@@ -50,7 +51,7 @@ router = new_router()
 async def create_response(request: Request) -> Response:
     """An answer to items: text, reasoning and function calls."""
     body = await read_request(ResponsesRequest, request)
-    previous = previous_response(request, body.previous_response_id, body.truncation == "auto")
+    previous = conversation_before(request, body, body.truncation == "auto")
     asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
     check_ignored(request, body.ignored)
     with speaking_of(NAMES):
@@ -70,10 +71,11 @@ class _Asked:
         messages = body.messages()
         self.chat = body.chat(messages or list(before.last()))
         self.history = History.of(before, body.instructions, bool(messages))
-        self.said = NONE
-        if body.stores:
+        self.said = self.own_items = NONE
+        if body.stores or body.conversation is not None:
             self.said = Pieces.of(messages)
-            self.items += Pieces.of(input_items(body.input, self.id, len(self.items)))
+            self.own_items = Pieces.of(input_items(body.input, self.id, len(self.items)))
+            self.items += self.own_items
         body.input = []  # it is not kept for as long as the answer takes
         self.repeated = repeated(body)
 
@@ -107,7 +109,7 @@ class ResponseToItems(Chatting):
                 f"No user message is within the latest {most} bytes (--max-body-size) in {MAX_ITEMS} messages of the "
                 "conversation that this response goes on from, and 'input' brings none: send one, or the latest part "
                 "of the conversation, as 'input'.",
-                "previous_response_id",
+                "previous_response_id" if self._body.conversation is None else "conversation",
                 "context_length_exceeded",
             )
         self._history = replace(self._history, pieces=pieces)
@@ -147,13 +149,20 @@ class ResponseToItems(Chatting):
         )
 
     def _finished(self, response: dict[str, Any]) -> None:
-        if self._body.stores and not self.in_background:  # whose stream has not been written yet
+        if not self.in_background:  # whose stream has not been written yet
             self._keep(response)
 
     def _keep(self, response: dict[str, Any], log: EventLog | None = None) -> None:
-        answered = Pieces.of(item_messages(response["output"], "output", self._body.leave_out))
-        messages = self._history.pieces + self._asked.said + answered
-        self.server.responses.put(self.id, self._owner, Stored.of(response, messages, self._asked.items, log))
+        body, asked = self._body, self._asked
+        if not body.stores and body.conversation is None:
+            return
+        said = asked.said + Pieces.of(item_messages(response["output"], "output", body.leave_out))
+        if body.conversation is not None and response["status"] != "failed":
+            items = asked.own_items + Pieces.of(response["output"])
+            append_answered(self.server.conversations, body.conversation, self._owner, said, items)
+        if body.stores:
+            stored = Stored.of(response, self._history.pieces + said, asked.items, log)
+            self.server.responses.put(self.id, self._owner, stored)
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -193,7 +202,7 @@ async def count_input_tokens(request: Request) -> Response:
     server = ServerState.of(request)
     server.model_name(body.model)
     server.engine_info()
-    previous = previous_response(request, body.previous_response_id)
+    previous = conversation_before(request, body)
     asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
     check_ignored(request, body.ignored)
     with speaking_of(NAMES):
@@ -207,7 +216,7 @@ async def count_input_tokens(request: Request) -> Response:
 async def render_response(request: Request) -> Response:
     """What the input of such a request becomes, text and token ids; nothing is generated."""
     body = await read_request(RenderResponse, request)
-    previous = previous_response(request, body.previous_response_id)
+    previous = conversation_before(request, body)
     asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
     check_ignored(request, body.ignored)
     with speaking_of(NAMES):
@@ -261,6 +270,15 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return _json(stored.answer)
 
 
+def conversation_before(request: Request, body: ResponsesRequest, is_cut: bool = False) -> Stored | None:
+    """What a request goes on from, a response or a conversation: see previous_response."""
+    if body.conversation is None:
+        return previous_response(request, body.previous_response_id, is_cut)
+    stored = found(request, body.conversation, "conversation")
+    _bring(request, stored, body.conversation, "conversation", is_cut)
+    return stored
+
+
 def previous_response(request: Request, id: str | None, is_cut: bool = False) -> Stored | None:
     """The one that a request goes on from, whose conversation counts as brought by the request from then on. Raises
     ApiError (400), also for a conversation that no body could hold, unless it `is_cut` before it is rendered."""
@@ -273,17 +291,26 @@ def previous_response(request: Request, id: str | None, is_cut: bool = False) ->
             "previous_response_id",
             "previous_response_not_found",
         )
-    most, num_bytes, num_messages = server.max_body_size(), stored.messages.num_bytes, len(stored.messages)
+    _bring(request, stored, id, "previous_response_id", is_cut)
+    return stored
+
+
+def _bring(request: Request, stored: Stored, id: str, param: str, is_cut: bool) -> None:
+    """As if the request had brought it. Raises ApiError (400) for more than a body may be, unless it `is_cut`."""
+    most, num_bytes, num_messages = (
+        ServerState.of(request).max_body_size(),
+        stored.messages.num_bytes,
+        len(stored.messages),
+    )
     if not is_cut and (num_bytes > most or num_messages > MAX_ITEMS):
         raise bad_request(
             f"The conversation of `{shorten(id)}` has {num_bytes} bytes in {num_messages} messages; one that goes on "
             f"may have {most} (--max-body-size) in {MAX_ITEMS}. Send its latest part as 'input', or a response with "
             "'truncation': 'auto', which leaves out the oldest turns.",
-            "previous_response_id",
+            param,
             "context_length_exceeded",
         )
     request.state.body_size += min(num_bytes, most)
-    return stored
 
 
 def _not_found(id: str) -> ApiError:
