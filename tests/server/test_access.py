@@ -41,8 +41,9 @@ TABLE = {
         "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
         "/v1/completions/derender", "/v1/messages/render", "/inference/v1/generate", "/v1/completions",
-        "/v1/completions/render", "/v1/messages", "/v1/messages/count_tokens", "/v2/chat", "/v1/embeddings", "/v2/embed",
-        "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/invocations",
+        "/v1/completions/render", "/v1/messages", "/v1/messages/count_tokens", "/v2/chat", "/v2/embed",
+        "/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+        "/invocations",
         "/v1/engines/{model:path}/completions", "/tokenize", "/detokenize",
     )},
     **{("GET", path): (USER, "here") for path in (

@@ -107,9 +107,8 @@ def test_a_conversation_with_calls_is_the_chat_s(thinking: Any) -> None:
 
 def test_what_is_not_here_is_named(thinking: Any) -> None:
     thinking.says("Hi.")
-    answer = ask(
-        thinking.client, citation_options={"mode": "FAST"}, safety_mode="STRICT", documents=["a", {"data": {"text": "b"}}]
-    )  # fmt: skip
+    documents = ["a", {"data": {"text": "b"}}]
+    answer = ask(thinking.client, citation_options={"mode": "FAST"}, safety_mode="STRICT", documents=documents)
     assert answer.status_code == 200
     assert answer.headers["x-vserve-ignored-params"] == "citation_options, safety_mode"
     quiet = ask(thinking.client, citation_options={"mode": "OFF"}, safety_mode="NONE")
