@@ -142,6 +142,10 @@ class ServerState:
             return self.beside
         return self.named(asked)
 
+    def waits(self) -> bool:
+        """Whether an engine is on its way, the first one or another."""
+        return any(not state.client.ready and state.client.dead is None for state in self.states)
+
     def engine_info(self) -> EngineInfo:
         """Raises ApiError (503) unless the engine can serve."""
         client = self.client
