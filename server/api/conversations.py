@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -116,7 +117,7 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
     server, owner = ServerState.of(request), owner_of(request.scope)
     while True:
         stored = found(request, conversation_id)
-        renewed = await server.tokenise(stored.items.num_bytes >> 2, lambda stored=stored: without(stored, item_id))
+        renewed = await server.tokenise(stored.items.num_bytes >> 2, partial(without, stored, item_id))
         if renewed is None:
             raise _no_item(conversation_id, item_id)
         if server.conversations.renew(conversation_id, owner, stored, renewed):

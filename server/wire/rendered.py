@@ -37,6 +37,7 @@ class SamplingSettings(Schema):
     min_tokens: int
     max_tokens: int = Field(description="0: the prompt fills the context")
     logprobs: int | None
+    logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None
     stop: list[str]
     stop_token_ids: list[int]

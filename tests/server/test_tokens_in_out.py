@@ -40,6 +40,23 @@ def test_ids_go_in_and_come_out(client: Any, engine: Any, text_model: Any) -> No
     assert text["choices"][0]["logprobs"]["content"][0]["token"] == "Hello"
 
 
+def test_named_tokens_go_all_the_way(client: Any, engine: Any) -> None:
+    """Past the likeliest ones, rendered, and asked for in token ids; without a rank, which nobody has counted."""
+    body = {"messages": HI, "logprobs": True, "top_logprobs": 1, "logprob_token_ids": [7, 9], "max_tokens": 2}
+    entries = client.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    rendered = client.post("/v1/chat/completions/render", body).json()
+    assert rendered["sampling_params"]["logprob_token_ids"] == [7, 9]
+    said = client.post(GENERATE, rendered).json()["choices"][0]["logprobs"]["content"]
+    assert [[one["rank"] for one in entry["top_logprobs"]] for entry in said] == [[None, None]] * 2
+    for request in engine.submitted:
+        assert (request.sampling.logprobs, request.sampling.logprob_token_ids) == (2, (7, 9))
+    assert (
+        "logprob_token_ids"
+        not in client.post("/v1/chat/completions/render", {"messages": HI}).json()["sampling_params"]
+    )
+
+
 def test_a_stream_of_ids_is_the_whole(client: Any) -> None:
     body = {"token_ids": [5, 6, 7], "sampling_params": {"seed": 1}, "return_token_ids": True}
     whole = client.post(GENERATE, body).json()
