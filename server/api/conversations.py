@@ -10,6 +10,7 @@ from typing import Any
 
 from fastapi import Request, Response
 
+from ..dialects.as_chat import MAX_ITEMS
 from ..dialects.pages import page
 from ..dialects.pieces import Pieces
 from ..dialects.responses.conversations import (
@@ -152,6 +153,13 @@ def append_answered(store: Store, id: str, owner: str, messages: Pieces, items: 
 
 
 def _check_size(store: Store, stored: Stored) -> None:
+    """Raises ApiError (400)."""
+    if (num_items := len(stored.items)) > MAX_ITEMS:
+        raise bad_request(
+            f"The conversation would have {num_items} items; at most {MAX_ITEMS} are allowed: begin another one.",
+            "items",
+            "context_length_exceeded",
+        )
     if stored.size > store.max_bytes:
         raise bad_request(
             f"The conversation would have {stored.size} bytes; --response-store-bytes allows {store.max_bytes}: begin "

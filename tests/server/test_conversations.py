@@ -9,6 +9,7 @@ from typing import Any
 import openai
 import pytest
 
+from vserve.server.api import conversations
 from vserve.server.dialects.pieces import Pieces
 from vserve.server.dialects.store import Store, Stored
 
@@ -103,7 +104,7 @@ def test_what_is_no_conversation(client: Any) -> None:
     assert texts(client, id) == []
 
 
-def test_a_conversation_is_bounded(new_client: Any) -> None:
+def test_a_conversation_is_bounded(new_client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     client = new_client(response_store_bytes=4000, max_body_size=2000)
     id = new(client, user("x" * 1000))
     path = f"/v1/conversations/{id}/items"
@@ -111,6 +112,9 @@ def test_a_conversation_is_bounded(new_client: Any) -> None:
     full = client.post(path, {"items": [user("z" * 900)]})
     assert full.status_code == 400 and "--response-store-bytes allows 4000" in full.text
     assert [len(text) for text in texts(client, id)] == [1000, 300], "as it was"
+    monkeypatch.setattr(conversations, "MAX_ITEMS", 3)
+    many = client.post(path, {"items": [user("")] * 2})
+    assert many.status_code == 400 and "would have 4 items; at most 3" in many.text
     none = new_client(response_store_size=0).post("/v1/conversations", {})
     assert none.status_code == 400 and "--response-store-size is 0" in none.text
 
