@@ -16,9 +16,11 @@ from .api import (
     batches,
     chat,
     classify,
+    cohere_chat,
     compact,
     completions,
     control,
+    conversations,
     derender,
     embeddings,
     files,
@@ -134,8 +136,9 @@ def create_app(
     )  # fmt: skip
     app.state.server = state
     for api in (
-        chat, completions, responses, compact, messages, embeddings, classify, scores, other_names, models, health,
-        operations, tokens, generate, render, derender, stored_chats, files, batches, control, scale, adapters,
+        chat, completions, responses, compact, messages, cohere_chat, embeddings, classify, scores, other_names, models,
+        health, operations, tokens, generate, render, derender, stored_chats, conversations, files, batches, control,
+        scale, adapters,
     ):  # fmt: skip
         app.router.routes.extend(api.router.routes)
     if config.ui:

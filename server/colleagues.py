@@ -1,6 +1,7 @@
 """The other API processes of this server: they are asked over sockets that nobody else can reach.
 
-The first process keeps what there is one of: stored responses and chats, the metrics of all, the number of engines.
+The first process keeps what there is one of: stored responses, conversations and chats, the metrics of all, the number
+of engines.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ KEPT = 2.0  # seconds that a connection waits for the next word: less than the o
 LOOK_UP = 0.1  # seconds between two looks for one that starts
 AT_FIRST = re.compile(
     r"/metrics|/reload|/v1/(un)?load_lora_adapter|/scale_data_parallel|/scale_elastic_ep|/v1/responses(/.*)?|/v1/chat/completions/.+"
-    r"|/v1/(files|batches)(/.*)?"
+    r"|/v1/(files|batches|conversations)(/.*)?"
 )
 HERE = frozenset(f"/v1/chat/completions/{verb}" for verb in ("render", "derender", "batch"))
 CHATS = "/v1/chat/completions"

@@ -15,15 +15,25 @@ from starlette.responses import HTMLResponse
 from starlette.routing import Route
 
 from ..engine.link.messages import HISTORY
-from .dialects.messages.request import CountRequest, MessagesRequest
+from .dialects.cohere.request import CohereChatRequest
+from .dialects.cohere.schemas import CohereChat, CohereEvent
+from .dialects.messages.request import CountRequest, MessagesRequest, RenderMessages
 from .dialects.messages.schemas import AnthropicError, MessageEvent, MessageObject, TokenCount
 from .dialects.responses.compact_request import CompactRequest
-from .dialects.responses.request import ResponsesRequest
+from .dialects.responses.conversations import (
+    Conversation,
+    ConversationUpdate,
+    DeletedConversation,
+    NewConversation,
+    NewItems,
+)
+from .dialects.responses.request import RenderResponse, ResponsesRequest
 from .dialects.responses.schemas import (
     CompactedResponse,
     DeletedResponse,
     InputItems,
     InputTokens,
+    ListedItem,
     ResponseEvent,
     ResponseObject,
 )
@@ -109,6 +119,15 @@ OPERATIONS = (
     Operation("/v1/responses/input_tokens", InputTokens, body=ResponsesRequest, errors=_BODY),
     Operation("/v1/responses/compact", CompactedResponse, body=CompactRequest, errors=(*_GENERATION, 422)),
     Operation("/v1/responses/{response_id}/cancel", ResponseObject, errors=(400, 404)),
+    Operation("/v1/conversations", Conversation, body=NewConversation, errors=(400, 413, 415)),
+    *(Operation("/v1/conversations/{conversation_id}", answer, method, body=body, errors=errors)
+      for answer, method, body, errors in (
+          (Conversation, "get", None, (404,)), (Conversation, "post", ConversationUpdate, (400, 404, 413, 415)),
+          (DeletedConversation, "delete", None, (404,)))),
+    Operation("/v1/conversations/{conversation_id}/items", InputItems, "get", errors=(400, 404), query=_PAGE),
+    Operation("/v1/conversations/{conversation_id}/items", InputItems, body=NewItems, errors=(400, 404, 413, 415)),
+    Operation("/v1/conversations/{conversation_id}/items/{item_id}", ListedItem, "get", errors=(404,)),
+    Operation("/v1/conversations/{conversation_id}/items/{item_id}", Conversation, "delete", errors=(404,)),
     Operation("/v1/files", batches.FileObject, body=batches.FileUpload, errors=(400, 413, 415, 429),
               media="multipart/form-data"),
     Operation("/v1/files", batches.FileList, "get", errors=(400,), query=_PAGE | {
@@ -123,6 +142,7 @@ OPERATIONS = (
     Operation("/v1/messages", MessageObject, body=MessagesRequest, chunk=MessageEvent, errors=_GENERATION,
               failure=AnthropicError, done=False),
     Operation("/v1/messages/count_tokens", TokenCount, body=CountRequest, errors=_BODY, failure=AnthropicError),
+    Operation("/v2/chat", CohereChat, body=CohereChatRequest, chunk=CohereEvent, errors=_GENERATION),
     Operation("/v1/embeddings", responses.EmbeddingList, body=EmbeddingRequest, errors=_GENERATION, raw=True),
     Operation("/v2/embed", pooled_answers.CohereEmbeddings, body=CohereEmbedRequest, errors=_GENERATION),
     Operation("/classify", pooled_answers.ClassesList, body=ClassifyRequest, errors=_GENERATION),
@@ -131,10 +151,14 @@ OPERATIONS = (
       for path in ("/score", "/v1/score")),
     *(Operation(path, pooled_answers.Ranking, body=RerankRequest, errors=_GENERATION)
       for path in ("/rerank", "/v1/rerank", "/v2/rerank")),
-    Operation("/v1/chat/completions/render", rendered.RenderedPrompt, body=ChatRequest, errors=_BODY),
-    Operation("/v1/completions/render", rendered.RenderedCompletions, body=CompletionRequest, errors=_BODY),
-    Operation("/v1/chat/completions/derender", responses.ChatCompletion, body=tokens_in.DerenderChat, errors=_BODY),
-    Operation("/v1/completions/derender", responses.Completion, body=tokens_in.DerenderCompletions, errors=_BODY),
+    Operation("/v1/chat/completions/render", rendered.RenderedPrompt, body=rendered.RenderChat, errors=_BODY),
+    Operation("/v1/responses/render", rendered.RenderedPrompt, body=RenderResponse, errors=_BODY),
+    Operation("/v1/messages/render", rendered.RenderedPrompt, body=RenderMessages, errors=_BODY,
+              failure=AnthropicError),
+    Operation("/v1/completions/render", rendered.RenderedCompletions, body=rendered.RenderCompletion, errors=_BODY),
+    Operation("/v1/chat/completions/derender", tokens_in.DerenderedChat, body=tokens_in.DerenderChat, errors=_BODY),
+    Operation("/v1/completions/derender", tokens_in.DerenderedCompletions, body=tokens_in.DerenderCompletions,
+              errors=_BODY),
     Operation("/inference/v1/generate", tokens_in.TokensAnswer, body=tokens_in.TokensRequest,
               chunk=tokens_in.TokensChunk, errors=_GENERATION),
     Operation("/tokenizer_info", rendered.TokenizerInfo, "get", errors=(503,)),

@@ -109,6 +109,10 @@ class ServerState:
         return Store(self.config.response_store_size, self.config.response_store_bytes)
 
     @cached_property
+    def conversations(self) -> Store:
+        return Store(self.config.response_store_size, self.config.response_store_bytes)
+
+    @cached_property
     def chats(self) -> Store:
         return Store(self.config.response_store_size, self.config.response_store_bytes)
 
@@ -147,6 +151,10 @@ class ServerState:
         engine alone reads."""
         state = self.named(asked)
         return state.pictures is not None and state.client.info.settings.get(ENCODER_CACHE) != 0
+
+    def waits(self) -> bool:
+        """Whether an engine is on its way, the first one or another."""
+        return any(not state.client.ready and state.client.dead is None for state in self.states)
 
     def engine_info(self) -> EngineInfo:
         """Raises ApiError (503) unless the engine can serve."""

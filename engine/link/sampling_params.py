@@ -73,6 +73,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     eos_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = None  # None = off, 0 = of the sampled token, k = and of the k most likely
+    logprob_token_ids: tuple[int, ...] = ()  # of these, `logprobs` many, in the place of the most likely ones
     prompt_logprobs: int | None = None  # the same of the prompt's tokens; the prefix cache is then not read
     allowed_token_ids: tuple[int, ...] | None = None  # nothing else is sampled
     bad_words: tuple[tuple[int, ...], ...] = ()  # token sequences that the output must not contain
@@ -114,6 +115,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             count = getattr(self, name)
             if count is not None and not 0 <= count <= vocab_size:
                 return f"{name} is {count}: it must be at least 0 and at most {vocab_size}, the size of the vocabulary"
+        if len(self.logprob_token_ids) > (self.logprobs or 0):
+            return f"logprob_token_ids has {len(self.logprob_token_ids)} ids, and logprobs is {self.logprobs}"
         if self.pooling is not None and (problem := self._pooling_problem(self.pooling)):
             return problem
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
@@ -123,6 +126,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         ids: dict[str, Iterable[int]] = {
             "logit_bias": self.logit_bias or (),
             "allowed_token_ids": self.allowed_token_ids or (),
+            "logprob_token_ids": self.logprob_token_ids,
             "bad_words": chain.from_iterable(self.bad_words),
             "thinking": () if self.thinking is None else (max(self.thinking.begin, 0), *self.thinking.end),
         }

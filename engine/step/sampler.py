@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -121,7 +122,20 @@ class Sampler:
             picked, tokens_picked = raw.index_select(0, index), tokens.index_select(0, index)
         else:
             tokens_picked = tokens
-        return Samples(tokens, finite, chosen, token_logprobs(picked, tokens_picked, k), possible)
+        found = token_logprobs(picked, tokens_picked, k)
+        self._name_logprobs(picked, [self._sampling(rows[i]).logprob_token_ids for i in chosen], *found[2:])
+        return Samples(tokens, finite, chosen, found, possible)
+
+    def _name_logprobs(
+        self, raw: Tensor, named: Sequence[tuple[int, ...]], top_ids: Tensor, top_logprobs: Tensor
+    ) -> None:
+        """Puts tokens that rows name into the place of their likeliest ones."""
+        if not any(named):
+            return
+        places = [(row, column, id) for row, ids in enumerate(named) for column, id in enumerate(ids)]
+        row, column, id = _upload(raw.device, *(np.array(part) for part in zip(*places, strict=True)))
+        top_ids[row, column] = id.int()
+        top_logprobs[row, column] = raw[row, id] - raw.logsumexp(dim=-1)[row]
 
     def _sampling(self, row: int) -> SamplingParams:
         sampling = self.tables.sampling[row]

@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..batches.asking import PAUSE
 from ..batches.batch import Batch, Places, Work
-from ..dialects.pages import page
+from ..dialects.pages import newest
 from ..errors import ApiError, bad_request, shorten
 from ..http.auth import owner_of, presented_key
 from ..http.hops import TENANT
@@ -53,7 +53,7 @@ async def create_batch(request: Request) -> Response:
             await asyncio.sleep(PAUSE)
 
     client, turns = _client(request), server.batches.turns
-    work = Work(client, store, turns, config.batch_concurrency, config.max_batch_requests, aside)
+    work = Work(client, server.waits, store, turns, config.batch_concurrency, config.max_batch_requests, aside)
     task = server.batches.begin(batch, work)
     server.tasks.add(task)
     task.add_done_callback(server.tasks.discard)
@@ -79,9 +79,7 @@ async def list_batches(request: Request) -> Response:
     """Those of the key that asks, the newest first."""
     files(request)
     found = ServerState.of(request).batches.of(owner_of(request.scope))
-    ids = [batch.id for batch in found]
-    listed = page(ids, request.query_params, "desc", lambda places: [found[place].answer() for place in places])
-    return json_answer([], listed)
+    return json_answer([], newest(found, request.query_params))
 
 
 @router.get(_PATH, response_class=Response)

@@ -9,7 +9,7 @@ from fastapi import Request, Response
 from fastapi.responses import StreamingResponse
 
 from ..batches.files import File, Files
-from ..dialects.pages import page
+from ..dialects.pages import newest
 from ..errors import ApiError, bad_request, shorten, unsupported
 from ..http.auth import owner_of
 from ..http.form import check_form, read_form
@@ -62,9 +62,7 @@ async def list_files(request: Request) -> Response:
     """Those of the key that asks, the newest first; of a `purpose`."""
     purpose = request.query_params.get("purpose")
     found = [file for file in files(request).of(owner_of(request.scope)) if purpose in (None, file.purpose)]
-    ids = [file.id for file in found]
-    listed = page(ids, request.query_params, "desc", lambda places: [found[place].answer() for place in places])
-    return json_answer([], listed)
+    return json_answer([], newest(found, request.query_params))
 
 
 @router.get(_PATH, response_class=Response)

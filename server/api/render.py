@@ -1,20 +1,24 @@
-"""POST /v1/chat/completions/render, /v1/completions/render: what the engine would be asked, in vLLM's words; and GET
-/tokenizer_info"""
+"""POST /v1/chat/completions/render, /v1/completions/render, /v1/messages/render: what the engine would be asked, in
+vLLM's words; and GET /tokenizer_info"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 from fastapi import Request, Response
 
+from ..dialects.as_chat import speaking_of
+from ..dialects.messages.request import NAMES, RenderMessages
 from ..generation.sampling import described
 from ..state import ServerState
 from ..text.encoding import Encoder
 from ..text.tokenizer import no_text
+from ..wire.rendered import RenderChat, RenderCompletion
 from ..wire.requests import ChatRequest, CompletionRequest
 from .completions import Completion
-from .read import read_request
+from .read import check_ignored, read_request, work_on_body
 from .route import new_router
 from .tokens import chat_tokens, json_answer, watched
 
@@ -24,36 +28,71 @@ router = new_router()
 @router.post("/v1/chat/completions/render", response_class=Response)
 async def render_chat(request: Request) -> Response:
     """What a chat request's messages become, text and token ids; nothing is generated."""
-    body = await read_request(ChatRequest, request)
+    body = await read_request(RenderChat, request)
+    return await watched(request, rendered(request, body, body.ignored, bool(body.return_token_offsets)))
+
+
+@router.post("/v1/messages/render", response_class=Response)
+async def render_messages(request: Request) -> Response:
+    """The same of a request in Anthropic's words."""
+    body = await read_request(RenderMessages, request)
+    body.see(ServerState.of(request).sees(body.model))
+    chat = await work_on_body(request, body.chat)
+    check_ignored(request, body.ignored)
+    with speaking_of(NAMES):
+        work = rendered(
+            request, chat, body.ignored, bool(body.return_token_offsets), default_max_tokens=body.max_tokens
+        )
+        return await watched(request, work)
+
+
+async def rendered(
+    request: Request,
+    chat: ChatRequest,
+    ignored: list[str],
+    offsets: bool,
+    messages: Callable[[], list[dict[str, Any]]] | None = None,
+    default_max_tokens: int | None = None,
+) -> Response:
+    """`offsets`: whether the answer says where in the text each token is; `messages`: as chat_tokens takes them."""
     server = ServerState.of(request)
-    name = server.model_name(body.model)
-    max_model_len = server.engine_info().max_model_len
+    name = server.model_name(chat.model)
+    info = server.engine_info()
+    text, ids, _ = await chat_tokens(request, chat, messages, fits=False)
+    own: dict[str, Any] = {
+        "prompt": text, "prompt_token_ids": ids, "count": len(ids), "max_model_len": info.max_model_len,
+    }  # fmt: skip
+    asked = _generate_request(server, chat, f"chatcmpl-{request.state.request_id}", name, ids, default_max_tokens)
 
-    async def work() -> Response:
-        text, ids, _ = await chat_tokens(request, body, fits=False)
-        own = {"prompt": text, "prompt_token_ids": ids, "count": len(ids), "max_model_len": max_model_len}
-        asked = _generate_request(server, body, f"chatcmpl-{request.state.request_id}", name, ids, None)
-        return await server.tokenise(len(text), lambda: json_answer(body.ignored, asked | own))
+    def answer() -> Response:
+        if offsets:
+            own["token_offsets"] = server.model.tokenizer.offsets(text, ids, bool(chat.add_special_tokens))
+        return json_answer(ignored, asked | own)
 
-    return await watched(request, work())
+    return await server.tokenise(len(text), answer)
 
 
 @router.post("/v1/completions/render", response_class=Response)
 async def render_completion(request: Request) -> Response:
     """What the prompts of a completion become, one entry each; nothing is generated."""
-    body = await read_request(CompletionRequest, request)
+    body = await read_request(RenderCompletion, request)
     server = ServerState.of(request)
     name = server.model_name(body.model)
     encoder = Encoder(server.lanes, server.model.tokenizer, server.engine_info().max_model_len, "prompt", fits=False)
 
     async def work() -> Response:
         num_characters = sum(len(prompt) for prompt in body.prompt if isinstance(prompt, str))
-        prompts = await server.encode(num_characters, encoder, body.prompt, body.add_special_tokens is not False)
+        special = body.add_special_tokens is not False
+        prompts = await server.encode(num_characters, encoder, body.prompt, special)
 
         def answer() -> Response:
             id = f"cmpl-{request.state.request_id}"
             limit = Completion.default_max_tokens
             asked = [_generate_request(server, body, f"{id}-{i}", name, ids, limit) for i, ids in enumerate(prompts)]
+            if body.return_token_offsets:
+                for one, prompt, ids in zip(asked, body.prompt, prompts, strict=True):
+                    known = server.model.tokenizer.offsets(prompt, ids, special) if isinstance(prompt, str) else None
+                    one["token_offsets"] = known
             return json_answer(body.ignored, asked)
 
         return await server.tokenise(sum(map(len, prompts)), answer)

@@ -1,4 +1,4 @@
-"""POST /v1/responses, and what becomes of stored ones: GET, DELETE, cancel, input_items"""
+"""POST /v1/responses and /v1/responses/render, and what becomes of stored ones: GET, DELETE, cancel, input_items"""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..dialects.responses.history import History, has_turns, newest
 from ..dialects.responses.items import item_messages
 from ..dialects.responses.listed import input_items
 from ..dialects.responses.log import EventLog
-from ..dialects.responses.request import NAMES, ResponsesRequest
+from ..dialects.responses.request import NAMES, RenderResponse, ResponsesRequest
 from ..dialects.store import Stored
 from ..errors import ApiError, bad_request, shorten
 from ..generation.admission import Ticket
@@ -35,11 +35,13 @@ from ..state import ServerState
 from ..wire.encoded import encode
 from .answer import answer
 from .background import run_in_background
+from .conversations import append_answered, found
 from .dialect import Chatting, Deltas, Head
 from .ignored import ignored_headers
 from .read import check_ignored, on_bodies, read_request, work_on_body
+from .render import rendered
 from .route import new_router
-from .tokens import chat_tokens
+from .tokens import chat_tokens, watched
 from .truncation import fitted
 
 router = new_router()
@@ -49,7 +51,7 @@ router = new_router()
 async def create_response(request: Request) -> Response:
     """An answer to items: text, reasoning and function calls."""
     body = await read_request(ResponsesRequest, request)
-    previous = previous_response(request, body.previous_response_id, body.truncation == "auto")
+    previous = conversation_before(request, body, body.truncation == "auto")
     body.see(ServerState.of(request).sees(body.model))
     asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
     check_ignored(request, body.ignored)
@@ -70,10 +72,11 @@ class _Asked:
         messages = body.messages()
         self.chat = body.chat(messages or list(before.last()))
         self.history = History.of(before, body.instructions, bool(messages))
-        self.said = NONE
-        if body.stores:
+        self.said = self.own_items = NONE
+        if body.stores or body.conversation is not None:
             self.said = Pieces.of(messages)
-            self.items += Pieces.of(input_items(body.input, self.id, len(self.items)))
+            self.own_items = Pieces.of(input_items(body.input, self.id, len(self.items)))
+            self.items += self.own_items
         body.input = []  # it is not kept for as long as the answer takes
         self.repeated = repeated(body)
 
@@ -107,7 +110,7 @@ class ResponseToItems(Chatting):
                 f"No user message is within the latest {most} bytes (--max-body-size) in {MAX_ITEMS} messages of the "
                 "conversation that this response goes on from, and 'input' brings none: send one, or the latest part "
                 "of the conversation, as 'input'.",
-                "previous_response_id",
+                "previous_response_id" if self._body.conversation is None else "conversation",
                 "context_length_exceeded",
             )
         self._history = replace(self._history, pieces=pieces)
@@ -146,13 +149,20 @@ class ResponseToItems(Chatting):
         )
 
     def _finished(self, response: dict[str, Any]) -> None:
-        if self._body.stores and not self.in_background:  # whose stream has not been written yet
+        if not self.in_background:  # whose stream has not been written yet
             self._keep(response)
 
     def _keep(self, response: dict[str, Any], log: EventLog | None = None) -> None:
-        answered = Pieces.of(item_messages(response["output"], "output", self._body.leave_out))
-        messages = self._history.pieces + self._asked.said + answered
-        self.server.responses.put(self.id, self._owner, Stored.of(response, messages, self._asked.items, log))
+        body, asked = self._body, self._asked
+        if not body.stores and body.conversation is None:
+            return
+        said = asked.said + Pieces.of(item_messages(response["output"], "output", body.leave_out))
+        if body.conversation is not None and response["status"] != "failed":
+            items = asked.own_items + Pieces.of(response["output"])
+            append_answered(self.server.conversations, body.conversation, self._owner, said, items)
+        if body.stores:
+            stored = Stored.of(response, self._history.pieces + said, asked.items, log)
+            self.server.responses.put(self.id, self._owner, stored)
 
     @property
     def headers(self) -> Mapping[str, str]:
@@ -192,7 +202,7 @@ async def count_input_tokens(request: Request) -> Response:
     server = ServerState.of(request)
     server.model_name(body.model)
     server.engine_info()
-    previous = previous_response(request, body.previous_response_id)
+    previous = conversation_before(request, body)
     body.see(server.sees(body.model))
     asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
     check_ignored(request, body.ignored)
@@ -201,6 +211,20 @@ async def count_input_tokens(request: Request) -> Response:
         prompt = await unless_disconnected(request.receive, work)
     content = msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
     return Response(content, headers=ignored_headers(body.ignored), media_type="application/json")
+
+
+@router.post("/v1/responses/render", response_class=Response)
+async def render_response(request: Request) -> Response:
+    """What the input of such a request becomes, text and token ids; nothing is generated."""
+    body = await read_request(RenderResponse, request)
+    previous = conversation_before(request, body)
+    body.see(ServerState.of(request).sees(body.model))
+    asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
+    check_ignored(request, body.ignored)
+    with speaking_of(NAMES):
+        messages, offsets = asked.history.messages, bool(body.return_token_offsets)
+        work = rendered(request, asked.chat, body.ignored, offsets, lambda: messages(asked.chat))
+        return await watched(request, work)
 
 
 def _streamed(request: Request, server: ServerState, id: str, owner: str) -> Response:
@@ -248,6 +272,15 @@ async def cancel_response(request: Request, response_id: str) -> Response:
     return _json(stored.answer)
 
 
+def conversation_before(request: Request, body: ResponsesRequest, is_cut: bool = False) -> Stored | None:
+    """What a request goes on from, a response or a conversation: see previous_response."""
+    if body.conversation is None:
+        return previous_response(request, body.previous_response_id, is_cut)
+    stored = found(request, body.conversation, "conversation")
+    _bring(request, stored, body.conversation, "conversation", is_cut)
+    return stored
+
+
 def previous_response(request: Request, id: str | None, is_cut: bool = False) -> Stored | None:
     """The one that a request goes on from, whose conversation counts as brought by the request from then on. Raises
     ApiError (400), also for a conversation that no body could hold, unless it `is_cut` before it is rendered."""
@@ -260,17 +293,26 @@ def previous_response(request: Request, id: str | None, is_cut: bool = False) ->
             "previous_response_id",
             "previous_response_not_found",
         )
-    most, num_bytes, num_messages = server.max_body_size(), stored.messages.num_bytes, len(stored.messages)
+    _bring(request, stored, id, "previous_response_id", is_cut)
+    return stored
+
+
+def _bring(request: Request, stored: Stored, id: str, param: str, is_cut: bool) -> None:
+    """As if the request had brought it. Raises ApiError (400) for more than a body may be, unless it `is_cut`."""
+    most, num_bytes, num_messages = (
+        ServerState.of(request).max_body_size(),
+        stored.messages.num_bytes,
+        len(stored.messages),
+    )
     if not is_cut and (num_bytes > most or num_messages > MAX_ITEMS):
         raise bad_request(
             f"The conversation of `{shorten(id)}` has {num_bytes} bytes in {num_messages} messages; one that goes on "
             f"may have {most} (--max-body-size) in {MAX_ITEMS}. Send its latest part as 'input', or a response with "
             "'truncation': 'auto', which leaves out the oldest turns.",
-            "previous_response_id",
+            param,
             "context_length_exceeded",
         )
     request.state.body_size += min(num_bytes, most)
-    return stored
 
 
 def _not_found(id: str) -> ApiError:

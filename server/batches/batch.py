@@ -149,7 +149,7 @@ class Batch:
                     custom_id = line.custom_id or ""
                     return line
 
-                said = await ask(work.http, read, work.turns)
+                said = await ask(work.http, read, work.waits, work.turns)
                 self._keep(work.files, custom_id, said)
 
         try:
@@ -191,6 +191,7 @@ class Work:
     """What a batch works with."""
 
     http: httpx.AsyncClient  # asks the application as its owner
+    waits: Callable[[], bool]  # whether an engine is on its way: until it is there nothing is asked
     files: Files
     turns: AbstractAsyncContextManager[Any]  # of all batches: one for each request in work
     concurrency: int

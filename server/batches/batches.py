@@ -9,9 +9,7 @@ from collections import Counter
 from ..errors import ApiError, shorten
 from ..options.batches import BatchConfig
 from .batch import Batch, Work
-from .files import Files
-
-TOGETHER = 8  # one of so many batches that there may be is for other keys
+from .files import TOGETHER, Files
 
 
 class Batches:
@@ -22,10 +20,10 @@ class Batches:
         self._by_id: dict[str, Batch] = {}  # the oldest first
 
     def begin(self, batch: Batch, work: Work) -> asyncio.Task[None]:
-        """Raises ApiError (429) where too many are under way."""
+        """Raises ApiError (429) where too many are under way, (400) where they hold too much."""
         self._make_room(batch.owner)
+        self.files.hold(batch.file)
         self._by_id[batch.id] = batch
-        batch.file.num_users += 1
         batch.task = asyncio.create_task(batch.run(work))
         batch.task.add_done_callback(batch.settle)
         return batch.task

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 
 from ..errors import ApiError, shorten
 
+TOGETHER = 8  # one part in so many of what there may be, bytes and batches, is for other keys
+
 
 @dataclass(eq=False)
 class File:
@@ -56,8 +58,15 @@ class Files:
         file.timer = asyncio.get_running_loop().call_later(kept + 1, self._forget_old)
         return file
 
+    def hold(self, file: File) -> None:
+        """For a batch, until it counts itself out of `num_users`. Raises ApiError (400) where its owner's batches hold
+        too much."""
+        self._check_held(file.owner, 0 if file.num_users else len(file.content))
+        file.num_users += 1
+
     def append(self, file: File, data: bytes) -> None:
         """Raises ApiError (400) where there is no room for it."""
+        self._check_held(file.owner, len(data))
         self._make_room(file.owner, len(data), 0)
         assert isinstance(file.content, bytearray)
         file.content += data
@@ -101,6 +110,17 @@ class Files:
         now = time.time()
         for file in [file for file in self._by_id.values() if file.expires_at <= now and not file.num_users]:
             self._forget(file)
+
+    def _check_held(self, owner: str, more: int) -> None:
+        """Others find room however long this owner's batches take: what they hold, nobody can take away."""
+        held = sum(len(file.content) for file in self._by_id.values() if file.num_users and file.owner == owner)
+        most = self.max_bytes - self.max_bytes // TOGETHER
+        if held + more > most:
+            raise ApiError(
+                400, f"The files of your running batches would have {held + more} bytes; of {self.max_bytes} "
+                f"(--file-store-bytes) those of one key may have {most}: wait until a batch has ended.",
+                code="file_store_full",
+            )  # fmt: skip
 
     def _make_room(self, owner: str, num_bytes: int, num_files: int) -> None:
         """For so much more of this owner's. Raises ApiError (400) where no other holds more."""

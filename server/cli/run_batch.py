@@ -11,7 +11,7 @@ import os
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from itertools import chain
 from pathlib import Path
@@ -123,13 +123,13 @@ async def answer_all(
     if not requests:
         return failed
     left = iter(requests)
-    async with _application(engine, server, sock) as http:
+    async with _application(engine, server, sock) as (http, waits):
         with tqdm(total=len(requests), desc="requests", dynamic_ncols=True, disable=not sys.stderr.isatty()) as bar:
 
             async def work() -> None:
                 nonlocal failed
                 for request in left:
-                    answer = await _ask(http, request)
+                    answer = await _ask(http, waits, request)
                     failed += answer["error"] is not None or answer["response"]["status_code"] != 200
                     write(answer)
                     bar.update(1)
@@ -143,8 +143,8 @@ def _answer(line: Line, response: dict[str, Any] | None = None, error: dict[str,
     return {"id": id, "custom_id": line.custom_id, "response": response, "error": error}
 
 
-async def _ask(http: httpx.AsyncClient, line: Line) -> dict[str, Any]:
-    said = await ask(http, lambda: line)
+async def _ask(http: httpx.AsyncClient, waits: Callable[[], bool], line: Line) -> dict[str, Any]:
+    said = await ask(http, lambda: line, waits)
     if isinstance(said, str):
         return _answer(line, error={"code": "server_error", "message": said})
     request_id = said.headers.get("x-request-id", "")
@@ -178,7 +178,8 @@ async def _metrics(app: ASGIApp, sock: socket.socket | None) -> AsyncIterator[No
 @asynccontextmanager
 async def _application(
     engine: EngineConfig, server: ServerConfig, sock: socket.socket | None
-) -> AsyncIterator[httpx.AsyncClient]:
+) -> AsyncIterator[tuple[httpx.AsyncClient, Callable[[], bool]]]:
+    """What asks it, and whether its engine is on its way."""
     from ..app import create_app
     from ..client.replicas import make_client
     from ..text.beside import Beside
@@ -213,7 +214,7 @@ async def _application(
                 timeout=None,
             ) as http,
         ):
-            yield http
+            yield http, app.state.server.waits
             if client.dead is not None:
                 raise EngineDeadError(f"the engine died: {client.dead}")
     finally:

@@ -82,6 +82,22 @@ def _fields(part: Part) -> dict[str, Any]:
     return {"tool_calls": [{"index": part.index, "function": {"arguments": part.text}}]}
 
 
+def one_chunk(tokenizer: Tokenizer, body: ChatRequest, choice: Choice, delta: Delta, *, opens: bool) -> dict[str, Any]:
+    """The choice of a chunk that says all of one delta; `opens`: it is the first of its choice."""
+    said: dict[str, Any] = {"role": "assistant"} if opens else {}
+    for part in (Content(delta.text),) if delta.parts is None and delta.text else delta.parts or ():
+        for name, value in _fields(part).items():
+            said[name] = said[name] + value if name in said else value  # texts, and lists of calls
+    form = LogprobFormat.of(body) if delta.logprobs else None
+    return {
+        "index": choice.index,
+        "delta": said,
+        "logprobs": None if form is None else chat_logprobs(tokenizer, delta, form),
+        "finish_reason": None if delta.finish_reason is None else choice.ending,
+        "stop_reason": choice.stop_reason,
+    }
+
+
 def choices(tokenizer: Tokenizer, body: ChatRequest, answers: Sequence[Answer]) -> list[dict[str, Any]]:
     return [_choice(tokenizer, body, answer) for answer in answers]
 

@@ -92,3 +92,17 @@ def one_choice(
         "prompt_logprobs": None if report is None else report.logprobs,
         "prompt_token_ids": prompt_ids,
     }
+
+
+def one_chunk(tokenizer: Tokenizer, body: CompletionRequest, choice: Choice, delta: Delta) -> dict[str, Any]:
+    """The choice of a chunk that says all of one delta."""
+    form, logprobs = LogprobFormat.of(body), None
+    if form is not None and delta.logprobs:
+        logprobs = completion_logprobs(tokenizer, delta.token_ids, delta.logprobs, delta.offsets, form)
+    return {
+        "index": choice.index,
+        "text": delta.text,
+        "logprobs": logprobs,
+        "finish_reason": delta.finish_reason,
+        "stop_reason": choice.stop_reason,
+    }

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from ..errors import bad_request, shorten
 
 MOST = 100  # of a page
+
+
+class Entry(Protocol):
+    id: str
+
+    def answer(self) -> dict[str, Any]: ...
+
+
+def newest(entries: Sequence[Entry], query: Mapping[str, str]) -> dict[str, Any]:
+    """The page of `entries`, the oldest first, that the query asks for; the newest first where it does not say."""
+    ids = [entry.id for entry in entries]
+    return page(ids, query, "desc", lambda places: [entries[place].answer() for place in places])
 
 
 def page(

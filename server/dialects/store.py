@@ -161,8 +161,14 @@ class Store:
     def relabel(self, id: str, owner: str, stored: Stored, metadata: dict[str, str]) -> bytes:
         """The answer of one that is there, with other metadata from now on."""
         renewed = stored.relabelled(metadata)
+        self.renew(id, owner, stored, renewed)
+        return renewed.answer
+
+    def renew(self, id: str, owner: str, stored: Stored, renewed: Stored) -> bool:
+        """Whether `stored` was still there, in whose place the other is now."""
         with self._lock:
             share = self._shares.get(owner)
-            if share is not None and share.stored.get(id) is stored:  # else it was deleted or replaced meanwhile
-                self._keep(id, owner, renewed)
-        return renewed.answer
+            if share is None or share.stored.get(id) is not stored:  # it was deleted or replaced meanwhile
+                return False
+            self._keep(id, owner, renewed)
+            return True

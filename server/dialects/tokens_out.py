@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import count, repeat
 from typing import Any
 
 import msgspec
@@ -42,12 +43,13 @@ class TokenForm:
         content = []
         for token_id, at in zip(delta.token_ids, delta.logprobs or (), strict=True):
             top = zip(at.top_ids[: self._form.num_top], at.top_logprobs, strict=False)
-            others = [_entry(candidate, value, rank) for rank, (candidate, value) in enumerate(top, 1)]
+            ranks: Iterator[int | None] = repeat(None) if self._form.named else count(1)
+            others = [_entry(candidate, value, rank) for rank, (candidate, value) in zip(ranks, top, strict=False)]
             content.append({**_entry(token_id, at.logprob, at.rank), "top_logprobs": others})
         return {"content": content}
 
 
-def _entry(token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+def _entry(token_id: int, logprob: float, rank: int | None) -> dict[str, Any]:
     return {
         "token": f"token_id:{token_id}", "token_id": token_id, "logprob": max(logprob, LOWEST), "rank": rank,
     }  # fmt: skip

@@ -24,12 +24,17 @@ class LogprobFormat:
 
     num_top: int
     as_ids: bool = False
+    named: bool = False  # they are tokens that the request names: none is the first or second likeliest
 
     @staticmethod
     def of(request: ChatRequest | CompletionRequest) -> LogprobFormat | None:
         """None: no log-probabilities of the output were asked for."""
         num_top = request.num_logprobs
-        return None if num_top is None else LogprobFormat(num_top, bool(request.return_tokens_as_token_ids))
+        return (
+            None
+            if num_top is None
+            else LogprobFormat(num_top, bool(request.return_tokens_as_token_ids), bool(request.logprob_token_ids))
+        )
 
     def name(self, token_id: int, raw: bytes, prefix: str) -> str:
         """A token's text; where it is only part of a character, its bytes as OpenAI writes them."""

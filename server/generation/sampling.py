@@ -98,6 +98,8 @@ def described(
         "presence_penalty", "frequency_penalty", "repetition_penalty", "temperature", "top_p", "top_k", "min_p", "seed",
         "min_tokens", "logprobs", "prompt_logprobs",
     )  # fmt: skip
+    # The number of named tokens is no number of likeliest ones: as the request says it.
+    more = {"logprobs": 0, "logprob_token_ids": request.logprob_token_ids} if request.logprob_token_ids else {}
     return {
         "n": request.n or 1,
         **{name: getattr(base, name) for name in same},
@@ -111,6 +113,7 @@ def described(
         "include_stop_str_in_output": bool(request.include_stop_str_in_output),
         "skip_special_tokens": request.skip_special_tokens is not False,
         "spaces_between_special_tokens": request.spaces_between_special_tokens is not False,
+        **more,
     }
 
 
@@ -174,8 +177,10 @@ def _sampling(request: ChatRequest | CompletionRequest, model: TextModel, info: 
     if temperature > 0:
         temperature = max(temperature, 0.01)  # below, logits divided by it overflow
     top_k = int(value("top_k", 0))
+    named = tuple(request.logprob_token_ids or ())
+    top = "logprob_token_ids" if named else "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
     for name, asked in (
-        ("top_logprobs" if isinstance(request, ChatRequest) else "logprobs", request.num_logprobs),
+        (top, request.num_logprobs),
         ("prompt_logprobs", info.vocab_size if request.prompt_logprobs == -1 else request.prompt_logprobs),
     ):
         most = info.vocab_size if info.max_logprobs == -1 else info.max_logprobs
@@ -187,6 +192,7 @@ def _sampling(request: ChatRequest | CompletionRequest, model: TextModel, info: 
         ("stop_token_ids", stop_token_ids),
         ("logit_bias", request.logit_bias),
         ("allowed_token_ids", request.allowed_token_ids),
+        ("logprob_token_ids", named),
     ):
         if ids:
             check_tokens(name, ids, info)
@@ -214,6 +220,7 @@ def _sampling(request: ChatRequest | CompletionRequest, model: TextModel, info: 
         eos_token_ids=model.eos_token_ids,
         ignore_eos=bool(request.ignore_eos),
         logprobs=None if request.prompt_only else request.num_logprobs,
+        logprob_token_ids=() if request.prompt_only else named,
         prompt_logprobs=info.vocab_size if request.num_prompt_logprobs == -1 else request.num_prompt_logprobs,
         allowed_token_ids=allowed,
         bad_words=_bad_words(request.bad_words, model.tokenizer) if request.bad_words else (),

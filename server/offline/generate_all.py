@@ -62,22 +62,28 @@ async def _complete(
         completion.text, completion.token_ids = answer.text, answer.token_ids
         completion.finish_reason, completion.stop_reason = answer.choice.finish_reason, answer.choice.stop_reason
         if sampling.logprobs is not None:
-            completion.logprobs = _logprobs(tokenizer, answer.token_ids, answer.logprobs)
+            named = sampling.logprob_token_ids
+            completion.logprobs = _logprobs(
+                tokenizer, answer.token_ids, answer.logprobs, sampling.logprobs, bool(named)
+            )
             completion.cumulative_logprob = sum(at.logprob for at in answer.logprobs)
     output.finished = True
     progress.finished(len(output.prompt_token_ids), sum(len(answer.token_ids) for answer in answers))
 
 
 def _logprobs(
-    tokenizer: Tokenizer, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs]
-) -> list[dict[int, Logprob]]:
+    tokenizer: Tokenizer, token_ids: Iterable[int], logprobs: Iterable[TokenLogprobs], most: int | None = None,
+    named: bool = False,
+) -> list[dict[int, Logprob]]:  # fmt: skip
+    """`most`: of each place so many beside the token itself; `named`: they are no likeliest ones, and have no rank."""
+
     def text(token_id: int) -> str:
         return tokenizer.token_bytes(token_id).decode(errors="replace")
 
     table = []
     for token_id, at in zip(token_ids, logprobs, strict=True):
         entries = {token_id: Logprob(at.logprob, at.rank, text(token_id))}
-        for rank, (candidate, value) in enumerate(zip(at.top_ids, at.top_logprobs, strict=True), 1):
-            entries.setdefault(candidate, Logprob(value, rank, text(candidate)))
+        for rank, (candidate, value) in enumerate(zip(at.top_ids[:most], at.top_logprobs, strict=False), 1):
+            entries.setdefault(candidate, Logprob(value, None if named else rank, text(candidate)))
         table.append(entries)
     return table

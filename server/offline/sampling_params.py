@@ -87,7 +87,7 @@ class SamplingParams(_Params):
     min_tokens: int = 0
     logprobs: int | None = None  # k = of the sampled token and of the k most likely ones
     prompt_logprobs: int | None = None  # the same of the prompt's tokens
-    logprob_token_ids: list[int] | None = None
+    logprob_token_ids: list[int] | None = None  # of these tokens in the place of the k most likely ones
     flat_logprobs: bool = False
     detokenize: bool = True
     skip_special_tokens: bool = True
@@ -137,7 +137,7 @@ class SamplingParams(_Params):
         for name in ("structured_outputs", "repetition_detection"):
             if dataclasses.is_dataclass(values[name]):
                 values[name] = dataclasses.asdict(values[name])
-        for name in ("stop", "stop_token_ids", "allowed_token_ids", "bad_words"):
+        for name in ("stop", "stop_token_ids", "allowed_token_ids", "logprob_token_ids", "bad_words"):
             if isinstance(values[name], tuple | set):
                 values[name] = list(values[name])
         try:
@@ -174,7 +174,6 @@ class PoolingParams(_Params):
 
 # What would change the output and is not built, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "logprob_token_ids": (None, []),
     "flat_logprobs": (None, False),
     "output_kind": (None, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY),
     "extra_args": (None, {}),

@@ -94,13 +94,14 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig, BatchConfig
     )  # fmt: skip
     response_store_size: int = option(
         1024,
-        "how many responses of /v1/responses, and how many stored chats, are kept for those who ask for them; 0: none",
+        "how many responses of /v1/responses, how many conversations and how many stored chats are kept for those who "
+        "ask for them; 0: none",
         group="server",
         bounds=Bounds(0, 10**7),
     )
     response_store_bytes: int = option(
         256 << 20,
-        "bytes that either may take; those that were not used for longest go first",
+        "bytes that each of the three may take; those that were not used for longest go first",
         group="server",
         bounds=Bounds(0, 1 << 40),
     )

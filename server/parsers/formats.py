@@ -78,6 +78,7 @@ class ToolFormat:
     before_name: Grammar = field(default_factory=lambda: const(""))
     after_name: Grammar = field(default_factory=lambda: const(""))
     arguments: Callable[[dict[str, Any]], Grammar] = json_arguments  # of a JSON schema
+    begins_answers: bool = False  # a call stands at the beginning of an answer, and nowhere else
     loose: bool = False  # line ends of all these may be missing: other models of the family write none
     # What comes before calls and before other content, where both stand among reasoning: the grammar follows it all.
     lead: Grammar | None = None
@@ -120,6 +121,9 @@ class ReasoningFormat:
         yield from self._thoughts(reader, open, calls, trigger)
         if self.answer is not None and not reader.thinking and (yield from reader.skip(self.answer[0])):
             reader.turn(thinking=False)
+            if calls is not None and calls.begins_answers and (yield from reader.peek()) == calls.opening:
+                reader.mark()
+                yield from calls.read(reader)  # what a grammar had the model write, where it speaks otherwise
             found = yield from reader.text_until(self.answer[1], *filter(None, [trigger]))
             if found == trigger:
                 reader.unread(found)

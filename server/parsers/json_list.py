@@ -38,5 +38,6 @@ GENERIC = ToolFormat(
     end="}",
     separator=", ",
     closing="]",
+    begins_answers=True,
 )
 FORMATS = (GENERIC,)

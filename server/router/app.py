@@ -41,12 +41,12 @@ OTHERS = frozenset((
 ONE_MODEL = "/v1/models/"
 LISTS = ("/v1/chat/completions", "/v1/files", "/v1/batches")  # of what one server has stored
 # What one server made, others do not know.
-_IDS = re.compile(r"/v1/(?:responses|chat/completions|requests|files|batches)/([^/]+)")
+_IDS = re.compile(r"/v1/(?:responses|conversations|chat/completions|requests|files|batches)/([^/]+)")
 _VERBS = frozenset(("render", "derender", "batch", "input_tokens", "compact"))
 # Of the answer itself: what stands further in may be the client's own words.
 _MADE = re.compile(
     rb'(?:event: ?[\w.]{1,64}\r?\n)?(?:data: ?)?\{\s*(?:"(?:type|sequence_number)": ?[\w."]{1,64},\s*)*'
-    rb'(?:"response": ?\{\s*)?"id": ?"((?:resp_|chatcmpl-|file-|batch_)[\w.:-]{1,%d})"' % MAX_ID_LENGTH
+    rb'(?:"response": ?\{\s*)?"id": ?"((?:resp_|conv_|chatcmpl-|file-|batch_)[\w.:-]{1,%d})"' % MAX_ID_LENGTH
 )
 _NOT_SENT = frozenset((
     b"host", b"content-length", b"x-request-id", b"expect", TAG_HEADER.encode(), b"forwarded", b"x-forwarded-for",
@@ -337,7 +337,9 @@ def _label(path: str) -> str:
     """Few, whatever clients ask for."""
     if path in OTHERS or path in PROBES or path == "/metrics":
         return path
-    known = re.match(r"/v[12]/(chat/completions|completions|responses|messages|embeddings|models|rerank|score)", path)
+    known = re.match(
+        r"/v[12]/(chat/completions|completions|responses|conversations|messages|embeddings|models|rerank|score)", path
+    )
     return known[0] if known else "other"
 
 

@@ -23,7 +23,7 @@ NUM_LANES = 2  # one of them for bodies below a MiB
 _TEXTS = (
     "tools", "system", "instructions", "messages", "prompt", "input", "query", "documents", "text_1", "text_2", "texts",
 )  # fmt: skip
-_MADE = ("previous_response_id", "input_file_id")  # ids of what one server has
+_MADE = ("previous_response_id", "conversation", "input_file_id")  # ids of what one server has
 _EMPTY = (b"null", b'""', b"[]", b"{}", b"false", b"0")
 
 
@@ -41,6 +41,8 @@ class Asked:
 
     def is_stored(self, path: str) -> bool:
         """Whether its answer stays with the server that has made it."""
+        if path.startswith("/v1/conversations"):
+            return True
         return path == "/v1/responses" if self.stores is None else self.stores
 
 
@@ -82,7 +84,7 @@ def read(body: bytes, who: str = "") -> Asked:
         # Members stay the bytes that they are: no value is made of what is within.
         members = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
         model, salt, request_id = (_text(members, name) for name in ("model", "cache_salt", "request_id"))
-        made = tuple(filter(None, (_text(members, name) for name in _MADE)))
+        made = tuple(filter(None, (_id(members, name) for name in _MADE)))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return Asked()
     texts = [memoryview(members[name]) for name in _TEXTS if name in members and _small(members, name) not in _EMPTY]
@@ -101,6 +103,13 @@ def _small(members: dict[str, msgspec.Raw], name: str) -> bytes:
     """JSON; empty where there is no such member, or a large one."""
     member = memoryview(members.get(name, b""))
     return bytes(member) if len(member) <= LARGEST_NAME else b""
+
+
+def _id(members: dict[str, msgspec.Raw], name: str) -> str:
+    """Of a text, or of an object that has it."""
+    value = msgspec.json.decode(_small(members, name) or b"null")
+    found = value.get("id") if isinstance(value, dict) else value
+    return found if isinstance(found, str) else ""
 
 
 def _text(members: dict[str, msgspec.Raw], name: str) -> str:

@@ -110,6 +110,15 @@ class Tokenizer:
         except BaseException as error:
             raise _unreadable(error) from None
 
+    def offsets(self, text: str, token_ids: list[int], add_special_tokens: bool) -> list[tuple[int, int]] | None:
+        """Where in the text, in characters, each of these tokens begins and ends; None where the text by itself is
+        other tokens, as that of messages may be which spell special ones. Raises ApiError (400)."""
+        try:
+            found = self.core.encode(text, add_special_tokens=add_special_tokens)
+        except BaseException as error:
+            raise _unreadable(error) from None
+        return found.offsets if found.ids == token_ids else None
+
     def encode_prompts(self, texts: list[str]) -> list[list[int]]:
         """Several at once, with special tokens around each."""
         return [one.ids for one in self.core.encode_batch_fast(texts, add_special_tokens=True)]

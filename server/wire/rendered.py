@@ -5,6 +5,21 @@ from __future__ import annotations
 from pydantic import BaseModel, Field, RootModel
 
 from .answers import Schema
+from .requests import ChatRequest, CompletionRequest
+
+
+class WithOffsets(BaseModel):
+    """What a request has beside its own fields where it is to be rendered alone."""
+
+    return_token_offsets: bool | None = Field(None, description="where in the text each token is")
+
+
+class RenderChat(WithOffsets, ChatRequest):
+    pass
+
+
+class RenderCompletion(WithOffsets, CompletionRequest):
+    pass
 
 
 class SamplingSettings(Schema):
@@ -22,6 +37,7 @@ class SamplingSettings(Schema):
     min_tokens: int
     max_tokens: int = Field(description="0: the prompt fills the context")
     logprobs: int | None
+    logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None
     stop: list[str]
     stop_token_ids: list[int]
@@ -55,7 +71,13 @@ class GenerateRequest(Schema):
     kv_transfer_params: None
 
 
-class RenderedCompletions(RootModel[list[GenerateRequest]]):
+class RenderedText(GenerateRequest):
+    token_offsets: list[tuple[int, int]] | None = Field(
+        None, description="where each token begins and ends, in characters, where that was asked for and can be told"
+    )
+
+
+class RenderedCompletions(RootModel[list[RenderedText]]):
     """One for each prompt."""
 
 
@@ -77,7 +99,7 @@ class TokenizerInfo(Schema):
     chat_template: str | None
 
 
-class RenderedPrompt(GenerateRequest):
+class RenderedPrompt(RenderedText):
     prompt: str = Field(description="what the chat template makes of the messages")
     prompt_token_ids: list[int]
     count: int

@@ -48,7 +48,6 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "kv_transfer_params": (),
     "length_penalty": (1,),
     "logits_processors": ([],),
-    "logprob_token_ids": ([],),
     "modalities": (["text"],),
     "prompt_embeds": (),
     "suffix": ("",),
@@ -109,6 +108,9 @@ class GenerationRequest(BaseModel):
         None, description="where truncate_prompt_tokens cuts off: left keeps the last tokens (default), right the first"
     )
     repetition_detection: RepetitionDetection | None = None
+    logprob_token_ids: list[int] | None = Field(
+        None, description="log-probabilities of these tokens at each place, and not of the likeliest ones"
+    )
     prompt_logprobs: int | None = Field(
         None, ge=-1, description="log-probabilities of the prompt's tokens, with so many of the likeliest ones; -1: all"
     )
@@ -148,6 +150,11 @@ class GenerationRequest(BaseModel):
     @classmethod
     def _stop_token_ids(cls, value: Any) -> list[int] | None:
         return fields.token_ids(value, "stop_token_ids")
+
+    @field_validator("logprob_token_ids", mode="plain", json_schema_input_type=list[int] | None)
+    @classmethod
+    def _logprob_token_ids(cls, value: Any) -> list[int] | None:
+        return fields.token_ids(value, "logprob_token_ids")
 
     @field_validator("allowed_token_ids", mode="plain", json_schema_input_type=list[int] | None)
     @classmethod
@@ -291,6 +298,8 @@ class ChatRequest(GenerationRequest):
             raise bad_request(f"'{name}' must be false when 'continue_final_message' is true.", name)
         if self.top_logprobs is not None and not self.logprobs:
             raise bad_request("'top_logprobs' is only allowed when 'logprobs' is true.", "top_logprobs")
+        if self.logprob_token_ids and not self.logprobs:
+            raise bad_request("'logprob_token_ids' needs 'logprobs': true.", "logprob_token_ids")
         if self.tool_use is not None and self.min_tokens:
             raise bad_request(
                 "'min_tokens' cannot be combined with 'tools', whose calls say themselves where they end.", "min_tokens"
@@ -304,7 +313,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def num_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        return (len(self.logprob_token_ids or ()) or self.top_logprobs or 0) if self.logprobs else None
 
     @property
     def num_prompt_logprobs(self) -> int | None:
@@ -338,11 +347,13 @@ class CompletionRequest(GenerationRequest):
     def _something_to_say(self) -> CompletionRequest:
         if self.max_tokens == 0 and not self.echo:
             raise bad_request("'max_tokens' must be at least 1, but it is 0; 0 is only for 'echo'.", "max_tokens")
+        if self.logprob_token_ids and self.echo:
+            raise bad_request("'logprob_token_ids' are of the output: leave 'echo' out.", "logprob_token_ids")
         return self
 
     @property
     def num_logprobs(self) -> int | None:
-        return self.logprobs
+        return len(self.logprob_token_ids or ()) or self.logprobs
 
     @property
     def num_prompt_logprobs(self) -> int | None:

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from collections.abc import Sequence
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, RootModel, field_validator, model_validator
 
 from ..errors import bad_request, unsupported
 from . import fields
-from .answers import PromptLogprobs, Schema, Usage
+from .answers import (
+    ChatCompletion,
+    ChatCompletionChunk,
+    Completion,
+    CompletionChunk,
+    PromptLogprobs,
+    Schema,
+    Usage,
+)
 from .requests import MAX_CHOICES, ChatRequest, CompletionRequest, StreamOptions
 from .validation import validated
 
@@ -17,6 +26,7 @@ _UNREAD = frozenset(("detokenize", "output_kind", "skip_clone", "flat_logprobs")
 _RENDERED = frozenset(("prompt", "prompt_token_ids", "count", "max_model_len", "token_offsets"))
 MAX_RESPONSES = fields.MAX_PROMPTS
 MOST = 2**31 - 1  # of a number that is written again
+Count = Annotated[int, Field(ge=0, le=MOST)]
 
 
 class TokensRequest(BaseModel):
@@ -97,7 +107,7 @@ class TokensChoice(BaseModel):
     index: int = Field(ge=0, lt=MAX_CHOICES)
     token_ids: list[int] | None = None
     logprobs: TokensLogprobs | None = None
-    finish_reason: str | None = Field("stop", max_length=64)
+    finish_reason: str | None = Field(None, max_length=64, description="of a whole answer: stop where it is missing")
 
 
 class TokensResponse(BaseModel):
@@ -111,42 +121,121 @@ class TokensResponse(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class DerenderChat(BaseModel):
+class TokensUsage(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    prompt_tokens: int = Field(0, ge=0, le=MOST)
+    completion_tokens: int = Field(0, ge=0, le=MOST)
+
+
+class TokensEvent(TokensResponse):
+    """One event of a streamed answer of /inference/v1/generate."""
+
+    choices: list[TokensChoice] = Field(max_length=1)
+    usage: TokensUsage | None = None
+
+
+class DerenderState(BaseModel):
+    """Of one choice, between two events of it: the server remembers nothing, the client gives it back as it came."""
+
+    model_config = ConfigDict(extra="ignore", strict=True)
+
+    output_token_ids: list[int] = []
+    role_sent: bool = False
+
+
+class Derender(BaseModel):
+    """What is derendered, whole or by events."""
+
     model_config = ConfigDict(strict=True, extra="allow")
+    whole: ClassVar[str]  # the field that has it, where it is not streamed
 
     model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
-    stream: Literal[False] | None = Field(None, description="whole answers only")
-    generate_response: TokensResponse = Field(description="what /inference/v1/generate has answered")
-    prompt_tokens: int | None = Field(None, ge=0, le=MOST, description="of the prompt, for the usage")
+    stream: bool | None = Field(None, description="generate_chunk is one event of a streamed answer")
+    generate_chunk: TokensEvent | None = Field(None, description="with stream: one event of /inference/v1/generate")
+    stream_state: DerenderState | None = Field(
+        None, description="with stream: what the choice's last event was answered with; at its first event nothing"
+    )
+
+    @model_validator(mode="after")
+    def _is_given(self) -> Self:
+        param = "generate_chunk" if self.stream else self.whole
+        if getattr(self, param) is None:
+            raise bad_request(f"Missing required parameter: '{param}'.", param, "missing_required_parameter")
+        return self
+
+    @property
+    def ignored(self) -> list[str]:
+        """Names of fields that nobody here knows."""
+        return list(self.model_extra or ())
+
+    @property
+    def state(self) -> DerenderState:
+        return (self.stream_state if self.stream else None) or DerenderState()
+
+
+class DerenderChat(Derender):
+    whole = "generate_response"
+
+    generate_response: TokensResponse | None = Field(None, description="what /inference/v1/generate has answered")
+    prompt_tokens: Count | None = Field(None, description="of the prompt, for the usage")
     prompt_token_ids: list[int] | None = Field(None, description="those that the answer follows, or the last of them")
     chat_request: ChatRequest | None = Field(
         None, description="what was asked: with it reasoning and tool calls are read"
     )
 
     @property
-    def ignored(self) -> list[str]:
-        """Names of fields that nobody here knows."""
-        return list(self.model_extra or ())
+    def given(self) -> TokensResponse:
+        given = self.generate_chunk if self.stream else self.generate_response
+        assert given is not None  # see _is_given
+        return given
 
 
-class DerenderCompletions(BaseModel):
-    model_config = ConfigDict(strict=True, extra="allow")
+class DerenderCompletions(Derender):
+    whole = "generate_responses"
 
-    model: str | None = Field(None, description="a name that the server serves; where it is missing, the first one")
-    stream: Literal[False] | None = Field(None, description="whole answers only")
-    generate_responses: list[TokensResponse] = Field(
-        min_length=1, max_length=MAX_RESPONSES, description="what /inference/v1/generate has answered to each prompt"
+    generate_responses: list[TokensResponse] | None = Field(
+        None, min_length=1, max_length=MAX_RESPONSES, description="what /inference/v1/generate has answered each prompt"
     )
-    prompt_tokens: list[Annotated[int, Field(ge=0, le=MOST)]] | None = Field(
-        None, description="of each prompt, for the usage"
+    prompt_tokens: Count | list[Count] | None = Field(
+        None, description="of each prompt, for the usage; with stream of the one"
     )
-    prompt_token_ids: list[list[int] | None] | None = Field(None, description="those that each answer follows")
+    prompt_token_ids: list[list[int] | None] | list[int] | None = Field(
+        None, description="those that each answer follows; with stream those of the one"
+    )
     completion_request: CompletionRequest | None = Field(None, description="what was asked")
 
+    @model_validator(mode="after")
+    def _agree(self) -> Self:
+        """Of several answers, one entry each."""
+        for param in ("prompt_tokens", "prompt_token_ids"):
+            given, num = getattr(self, param), len(self.each_given)
+            if given is None:
+                continue
+            is_each = isinstance(given, list) and (param == "prompt_tokens" or not fields.are_integers(given))
+            if is_each == bool(self.stream):
+                wanted = "of one prompt, with 'stream'" if self.stream else "a list with an entry for each prompt"
+                raise bad_request(f"'{param}' must be {wanted}.", param, "invalid_type")
+            if is_each and len(given) != num:
+                raise bad_request(f"'{param}' has {len(given)} entries for {num} generate_responses.", param)
+        return self
+
     @property
-    def ignored(self) -> list[str]:
-        """Names of fields that nobody here knows."""
-        return list(self.model_extra or ())
+    def each_given(self) -> Sequence[TokensResponse]:
+        if not self.stream:
+            return self.generate_responses or ()
+        return () if self.generate_chunk is None else (self.generate_chunk,)
+
+    @property
+    def each_prompt(self) -> Sequence[Any]:
+        """Its token ids, a list or None."""
+        if self.stream:
+            return [self.prompt_token_ids]
+        return [None] * len(self.each_given) if self.prompt_token_ids is None else self.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int | None:
+        return sum(self.prompt_tokens) if isinstance(self.prompt_tokens, list) else self.prompt_tokens
 
 
 # ---- answers, for the OpenAPI document ----
@@ -177,3 +266,21 @@ class TokensChunk(BaseModel):
     choices: list[TokensAnswerChoice]
     usage: Usage | None = None
     prompt_token_ids: list[int] | None = None
+
+
+class DerenderedChatEvent(Schema):
+    chunk: ChatCompletionChunk
+    stream_state: DerenderState
+
+
+class DerenderedEvent(Schema):
+    chunk: CompletionChunk
+    stream_state: DerenderState
+
+
+class DerenderedChat(RootModel[ChatCompletion | DerenderedChatEvent]):
+    """With stream one event and what the next one needs."""
+
+
+class DerenderedCompletions(RootModel[Completion | DerenderedEvent]):
+    """The same."""

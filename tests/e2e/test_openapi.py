@@ -69,7 +69,9 @@ def schema_of(
 
 
 def events(text: str) -> list[dict[str, Any]]:
-    if text.startswith("event: "):  # Responses and Messages
+    if text.startswith("event: message-start"):  # Cohere's
+        text = text.removesuffix("data: [DONE]\n\n")
+    if text.startswith("event: "):  # Responses and Messages too
         *parts, rest = text.split("\n\n")
         assert rest == ""
         return [json.loads(part.partition("\ndata: ")[2]) for part in parts]
@@ -87,7 +89,9 @@ def test_every_route_and_every_field(document: dict[str, Any]) -> None:
     for path, method in routes:
         operation = document["paths"][path][method]
         assert operation.get("description") or operation.get("summary"), path
-        in_path = "{" in path and not path.endswith(("/completions", "/{completion_id}"))  # what there is to say
+        in_path = "{" in path and not path.endswith(
+            ("/completions", "/{completion_id}", "/{conversation_id}", "/items")
+        )  # what there is to say
         has_body = method == "post" and not in_path and path != "/reload"
         assert ("requestBody" in operation) == has_body, path
         for status, answer in operation["responses"].items():
@@ -169,6 +173,11 @@ def test_messages_fit(server: Any, document: dict[str, Any], name: str) -> None:
     events_and_answer_fit(server, document, "/v1/messages", {"messages": HI, "max_tokens": 40, **MESSAGES[name]})
 
 
+@pytest.mark.parametrize("more", [{"logprobs": True}, {"tools": [{"type": "function", "function": CALLING}]}])
+def test_cohere_chats_fit(server: Any, document: dict[str, Any], more: dict[str, Any]) -> None:
+    events_and_answer_fit(server, document, "/v2/chat", {"messages": HI, "max_tokens": 40, **more})
+
+
 def events_and_answer_fit(server: Any, document: dict[str, Any], path: str, body: dict[str, Any]) -> None:
     answer = httpx.post(f"{server.url}{path}", json=body, timeout=240)
     assert answer.status_code == 200, answer.text
@@ -221,6 +230,22 @@ def test_files_and_batches_fit(server: Any, document: dict[str, Any]) -> None:
     assert answer.status_code == 404
 
 
+def _about_a_conversation(server: Any) -> Iterator[tuple[str, str, str, Any]]:
+    yield "post", "/v1/conversations", "/v1/conversations", {"metadata": {"a": "b"}}
+    item = [{"role": "user", "content": "Hello"}]
+    id = httpx.post(f"{server.url}/v1/conversations", json={"items": item}).json()["id"]
+    (first,) = httpx.get(f"{server.url}/v1/conversations/{id}/items").json()["data"]
+    path, one = "/v1/conversations/{conversation_id}", f"/v1/conversations/{id}"
+    yield "get", path, one, None
+    yield "post", path, one, {"metadata": {}}
+    yield "post", f"{path}/items", f"{one}/items", {"items": item}
+    yield "get", f"{path}/items", f"{one}/items", None
+    yield "get", f"{path}/items/{{item_id}}", f"{one}/items/{first['id']}", None
+    yield "delete", f"{path}/items/{{item_id}}", f"{one}/items/{first['id']}", None
+    yield "post", "/v1/responses", "/v1/responses", {"input": "Hello", "conversation": id, "max_output_tokens": 2}
+    yield "delete", path, one, None
+
+
 def test_other_answers_fit(server: Any, document: dict[str, Any]) -> None:
     requests: list[tuple[str, str, str, Any]] = [
         ("get", "/v1/models", "/v1/models", None),
@@ -236,6 +261,13 @@ def test_other_answers_fit(server: Any, document: dict[str, Any]) -> None:
         ("post", "/v1/responses/input_tokens", "/v1/responses/input_tokens", {"input": "Hello"}),
         ("post", "/v1/responses/compact", "/v1/responses/compact", {"input": "Hello", "min_tokens": 2}),
         ("post", "/v1/completions/render", "/v1/completions/render", {"prompt": ["Hello", "you"]}),
+        *_about_a_conversation(server),
+        *(
+            ("post", "/v2/chat", "/v2/chat", {"messages": HI, "max_tokens": 9, "logprobs": flag})
+            for flag in (True, False)
+        ),
+        ("post", "/v1/responses/render", "/v1/responses/render", {"input": "Hello", "return_token_offsets": True}),
+        ("post", "/v1/messages/render", "/v1/messages/render", {"messages": HI, "max_tokens": 9}),
         (
             "post",
             "/inference/v1/generate",
@@ -253,6 +285,15 @@ def test_other_answers_fit(server: Any, document: dict[str, Any]) -> None:
             "/v1/completions/derender",
             "/v1/completions/derender",
             {"generate_responses": [{"choices": [{"index": 0, "token_ids": [5, 6]}]}]},
+        ),
+        *(
+            (
+                "post",
+                f"/v1/{kind}/derender",
+                f"/v1/{kind}/derender",
+                {"stream": True, "generate_chunk": {"choices": [{"index": 0, "token_ids": [5, 6]}]}},
+            )
+            for kind in ("chat/completions", "completions")
         ),
         ("get", "/tokenizer_info", "/tokenizer_info", None),
         ("post", "/invocations", "/invocations", {"messages": HI, "max_tokens": 2}),

@@ -14,7 +14,7 @@ from vserve.engine.link.messages import pack_tokens
 from vserve.engine.link.plan import NewRow, StepPlan
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.step import sampler as sampler_module
-from vserve.engine.step.sampler import COUNT_ROWS, Sampler
+from vserve.engine.step.sampler import COUNT_ROWS, Sampler, Samples
 
 VOCAB, PROMPT = 3000, 4
 
@@ -36,7 +36,7 @@ class Rows:
         writes = self.tables.stage(StepPlan(0, [], [], [], [], 0, new, [[]]), upload)
         self.tables.apply(writes, upload.send(device))
 
-    def sample(self, logits: torch.Tensor) -> None:
+    def sample(self, logits: torch.Tensor) -> Samples:
         """All rows, in an order of their own; each gets the token 7 as its next."""
         rows = list(range(len(self.params)))
         random.Random(3).shuffle(rows)
@@ -47,12 +47,13 @@ class Rows:
         mine = logits[rows].clone()
         index = np.array(rows, np.int32)
         batch = SampleBatch(plan, torch.from_numpy(index), index, torch.tensor(lengths, dtype=torch.int32))
-        self.sampler(mine, batch)
+        self.order, samples = rows, self.sampler(mine, batch)
         self.logits = torch.empty_like(mine)
         self.logits[rows] = mine
         for row in rows:
             self.tables.history.pages.view(len(self.params) + 1, -1)[row, len(self.histories[row])] = 7
             self.histories[row].append(7)
+        return samples
 
 
 @pytest.fixture
@@ -155,3 +156,26 @@ def test_one_launch_a_kind_however_many_rows(monkeypatch) -> None:
     rows = Rows(*[params] * 64)
     rows.sample(torch.zeros(64, VOCAB))
     assert calls == dict.fromkeys(calls, 1) and len(calls) == 4
+
+
+def test_named_tokens_take_the_place_of_the_likeliest() -> None:
+    """Of the rows that name some; a step's other rows have what they asked for."""
+    rows = Rows(
+        SamplingParams(max_tokens=9, logprobs=3, logprob_token_ids=(5, 2999, 5), logit_bias={5: 50.0}),
+        SamplingParams(max_tokens=9), SamplingParams(max_tokens=9, logprobs=4),
+    )  # fmt: skip
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1))
+    expected = logits.log_softmax(dim=-1)
+    samples = rows.sample(logits)
+    assert samples.logprobs is not None and samples.logprob_rows is not None
+    _, _, ids, tops = samples.logprobs
+    named, free = ([rows.order[i] for i in samples.logprob_rows].index(row) for row in (0, 2))
+    assert ids[named, :3].tolist() == [5, 2999, 5]
+    torch.testing.assert_close(tops[named, :3], expected[0, [5, 2999, 5]])
+    torch.testing.assert_close(tops[free], expected[2].topk(4).values)
+    assert ids[free].tolist() == expected[2].topk(4).indices.tolist()
+    problem = SamplingParams(max_tokens=1, logprobs=1, logprob_token_ids=(VOCAB,)).problem(VOCAB)
+    assert problem == "logprob_token_ids has the token id 3000; the vocabulary ends at 2999"
+    assert "2 ids, and logprobs is 1" in str(
+        SamplingParams(max_tokens=1, logprobs=1, logprob_token_ids=(1, 2)).problem(9)
+    )

@@ -28,6 +28,7 @@ from vserve.server.options.config import ServerConfig
 ANYBODY, USER, ADMIN = range(3)
 KEYS = {"nobody": ANYBODY, "user": USER, "admin": ADMIN}
 REFUSALS = {ANYBODY: 401, USER: 403}  # of who may not: by what their key is
+CONVERSATION, ITEM = "/v1/conversations/{conversation_id}", "/v1/conversations/{conversation_id}/items/{item_id}"
 CHAT, RESPONSE = "/v1/chat/completions/{completion_id}", "/v1/responses/{response_id}"
 FILE, BATCH = "/v1/files/{file_id}", "/v1/batches/{batch_id}"
 
@@ -39,9 +40,10 @@ TABLE = {
     **{("POST", path): (USER, "here") for path in (
         "/v1/chat/completions", "/v1/chat/completions/batch", "/v1/chat/completions/render",
         "/v1/chat/completions/derender",
-        "/v1/completions/derender", "/inference/v1/generate", "/v1/completions",
-        "/v1/completions/render", "/v1/messages", "/v1/messages/count_tokens", "/v1/embeddings", "/v2/embed",
-        "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank", "/invocations",
+        "/v1/completions/derender", "/v1/messages/render", "/inference/v1/generate", "/v1/completions",
+        "/v1/completions/render", "/v1/messages", "/v1/messages/count_tokens", "/v2/chat", "/v2/embed",
+        "/v1/embeddings", "/classify", "/pooling", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank",
+        "/invocations",
         "/v1/engines/{model:path}/completions", "/tokenize", "/detokenize",
     )},
     **{("GET", path): (USER, "here") for path in (
@@ -49,13 +51,15 @@ TABLE = {
     )},
     ("GET", "/metrics"): (USER, "first"),
     **{("POST", path): (USER, "first") for path in (
-        "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/compact",
+        "/v1/responses", "/v1/responses/input_tokens", "/v1/responses/render", "/v1/responses/compact",
         f"{RESPONSE}/cancel", CHAT,
     )},
     **{("GET", path): (USER, "first") for path in (
         RESPONSE, f"{RESPONSE}/input_items", "/v1/chat/completions", CHAT, f"{CHAT}/messages",
     )},
     **{(method, path): (USER, "first") for method, path in (
+        ("POST", "/v1/conversations"), ("GET", CONVERSATION), ("POST", CONVERSATION), ("DELETE", CONVERSATION),
+        ("GET", f"{CONVERSATION}/items"), ("POST", f"{CONVERSATION}/items"), ("GET", ITEM), ("DELETE", ITEM),
         ("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", FILE), ("DELETE", FILE), ("GET", f"{FILE}/content"),
         ("POST", "/v1/batches"), ("GET", "/v1/batches"), ("GET", BATCH), ("POST", f"{BATCH}/cancel"),
     )},
@@ -105,7 +109,7 @@ def concrete(path: str) -> str:
     for name, value in {
         "{name:path}": next(page for page in load_page().paths if page.startswith("/ui/")).removeprefix("/ui/"),
         "{model:path}": "test", "{response_id}": "resp_1", "{completion_id}": "chatcmpl-1", "{request_id}": "one",
-        "{file_id}": "file-1", "{batch_id}": "batch_1",
+        "{file_id}": "file-1", "{batch_id}": "batch_1", "{conversation_id}": "conv_1", "{item_id}": "msg_1",
     }.items():  # fmt: skip
         path = path.replace(name, value)
     return path

@@ -6,14 +6,17 @@ import asyncio
 import json
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from vserve.server.batches import asking
 from vserve.server.batches.files import Files
 from vserve.server.errors import ApiError
 from vserve.server.http.form import MOST_PARTS, check_form, read_form
 from vserve.server.router.app import _MADE, _is_routed
 from vserve.server.router.asked import read
+from vserve.server.wire.batch_lines import Line
 
 CHAT = "/v1/chat/completions"
 HI = [{"role": "user", "content": "Hi"}]
@@ -189,6 +192,77 @@ def test_answers_that_find_no_room_end_the_batch(new_client: Any) -> None:
     batch = ended(client, begin(client, upload(client, text).json()["id"]).json()["id"])
     assert batch["status"] == "failed" and batch["errors"]["data"][0]["code"] == "file_store_full"
     assert 0 < len(answers(client, batch["output_file_id"])) == batch["request_counts"]["completed"] < 20
+
+
+def refusal(code: str, **headers: str) -> httpx.Response:
+    return httpx.Response(503, json={"error": {"code": code}}, headers={"retry-after": "0", **headers})
+
+
+@pytest.mark.parametrize(
+    ("said", "status", "num_asked"),
+    [
+        ([refusal("engine_dead")], 200, 2),
+        ([refusal("engine_dead")] * 2, 503, 2),  # it may be what ends engines
+        ([refusal("queue_timeout")] * 5, 200, 6),
+        ([refusal("queue_timeout")] * 50, 503, 20),
+        ([refusal("adapter_unavailable", **{"x-should-retry": "false"})], 503, 1),
+        ([httpx.Response(429, headers={"retry-after": "0"})] * 50, 200, 51),
+        ([httpx.Response(400, json={})], 400, 1),
+    ],
+)
+def test_what_may_pass_is_asked_again(said: list[httpx.Response], status: int, num_asked: int) -> None:
+    left, asked = list(said), []
+
+    def answered(request: httpx.Request) -> httpx.Response:
+        asked.append(request)
+        return left.pop(0) if left else httpx.Response(200, json={})
+
+    async def main() -> None:
+        async with httpx.AsyncClient(transport=httpx.MockTransport(answered), base_url="http://x") as http:
+            response = await asking.ask(http, lambda: Line("a", CHAT, b"{}"), lambda: False)
+        assert not isinstance(response, str) and response.status_code == status and len(asked) == num_asked
+
+    asyncio.run(main())
+
+
+def test_a_batch_waits_for_an_engine_that_starts_again(client: Any, engine: Any, monkeypatch: Any) -> None:
+    """Its lines are not answered 503, one after the other, while there is none."""
+    monkeypatch.setattr(asking, "PAUSE", 0.01)
+    id = begin(client, upload(client, "\n".join(line(str(i)) for i in range(9))).json()["id"]).json()["id"]
+    engine.ready, engine.down = False, "killed"
+
+    async def again() -> None:
+        await asyncio.sleep(0.1)
+        assert not engine.submitted
+        engine.ready, engine.down = True, None
+
+    client.run(again())
+    assert ended(client, id)["request_counts"] == {"total": 9, "completed": 9, "failed": 0}
+
+
+def test_one_key_s_batches_leave_room_for_others() -> None:
+    """What batches hold nobody can take away: of eight parts one is for others."""
+
+    async def main() -> None:
+        files = Files(100, 800, lifetime=1000)
+        held = [files.add(f"in {i}", "greedy", "", "batch", b"x" * 200) for i in range(3)]
+        for file in held:
+            files.hold(file)
+        output = files.add("out", "greedy", "", "batch_output", bytearray())
+        files.hold(output)
+        files.append(output, b"y" * 100)
+        with pytest.raises(ApiError, match=r"of 800 .--file-store-bytes. those of one key may have 700"):
+            files.append(output, b"y")
+        last = files.add("in 3", "greedy", "", "batch", b"x" * 50)
+        with pytest.raises(ApiError, match="running batches would have 750 bytes"):
+            files.hold(last)
+        assert last.num_users == 0
+        files.add("mine", "other", "", "batch", b"x" * 100)
+        assert files.of("other") and not any(file.id == "in 3" for file in files.of("greedy")), "idle ones make room"
+        output.num_users -= 1
+        files.hold(held[0])  # it counts once
+
+    asyncio.run(main())
 
 
 def test_who_holds_most_makes_room() -> None:

@@ -57,6 +57,25 @@ def greedy(oracle: Any, token_ids: list[int], count: int) -> list[int]:
     return tokens
 
 
+def test_named_tokens_have_their_log_probabilities(llm: LLM) -> None:
+    """The same as they have among the likeliest, in a batch with a request that asks for those."""
+    common = {"temperature": 0, "max_tokens": 4, "ignore_eos": True}
+    (free,) = llm.generate([[5, 6]], SamplingParams(**common, logprobs=20), use_tqdm=False)
+    known = free.outputs[0].logprobs
+    assert known is not None
+    ids = list(known[0])[-3:]
+    both = [SamplingParams(**common, logprob_token_ids=ids), SamplingParams(**common, logprobs=7)]
+    named, other = (answer.outputs[0] for answer in llm.generate([[5, 6]] * 2, both, use_tqdm=False))
+    assert named.logprobs is not None and other.logprobs is not None
+    assert [set(entries) for entries in named.logprobs] == [{*ids, token} for token in named.token_ids]
+    for entries, all_of in zip(named.logprobs, known, strict=True):
+        for id, entry in entries.items():
+            if id in all_of:
+                assert entry.logprob == pytest.approx(all_of[id].logprob, abs=1e-4), id
+    assert [entry.rank for id, entry in named.logprobs[0].items() if id != named.token_ids[0]] == [None] * 3
+    assert all(len(entries) == 7 for entries in other.logprobs)
+
+
 def test_priorities_and_options_of_one_request(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's keywords: one priority each, where the engine heeds them, and what of a grammar a request may say."""
     params = SamplingParams(temperature=0, max_tokens=1)

@@ -132,3 +132,30 @@ def test_tokenizer_info(client: Any, text_model: Any) -> None:
     assert info["special_tokens"]["eos_token"] == "<|im_end|>" and info["model_max_length"] == 128
     added = info["added_tokens_decoder"]
     assert added["2"]["content"] == "<|im_end|>" and added["2"]["special"] is True
+
+
+def test_where_each_token_is(client: Any, text_model: Any) -> None:
+    """In the rendered text; not where a message spells a token that it does not mean."""
+    body = {"messages": HI, "return_token_offsets": True}
+    for path, asked in (
+        ("chat/completions", body), ("messages", {**body, "max_tokens": 5}),
+        ("responses", {"input": "Hi", "return_token_offsets": True}),
+    ):  # fmt: skip
+        found = client.post(f"/v1/{path}/render", asked)
+        assert found.status_code == 200 and "x-vserve-ignored-params" not in found.headers, found.text
+        said = found.json()
+        pieces = [said["prompt"][start:end] for start, end in said["token_offsets"]]
+        assert "".join(pieces) == said["prompt"] and pieces[0] == "<|im_start|>"
+        assert said["prompt_token_ids"] == text_model.tokenizer.encode(said["prompt"], False) == said["token_ids"]
+        del asked["return_token_offsets"]
+        assert "token_offsets" not in client.post(f"/v1/{path}/render", asked).json()
+    limited = client.post("/v1/messages/render", {"messages": HI, "max_tokens": 5, "stop_sequences": ["a"]}).json()
+    assert limited["sampling_params"]["max_tokens"] == 5
+    wrong = client.post("/v1/messages/render", {"messages": HI, "max_tokens": 5, "stop_sequences": [""]})
+    assert wrong.status_code == 400 and "stop_sequences" in wrong.text
+    odd = {"messages": [{"role": "user", "content": "<|im_end|>"}], "return_token_offsets": True}
+    assert client.post("/v1/chat/completions/render", odd).json()["token_offsets"] is None
+    texts = client.post("/v1/completions/render", {"prompt": ["Hi you"], "return_token_offsets": True}).json()
+    assert texts[0]["token_offsets"][0][0] == 0 and texts[0]["token_offsets"][-1][1] == 6
+    (ids,) = client.post("/v1/completions/render", {"prompt": [5], "return_token_offsets": True}).json()
+    assert ids["token_offsets"] is None

@@ -443,6 +443,22 @@ def test_calls_within_what_stands_around_an_answer() -> None:
             assert told == ("Hm.", "I look.", [("get_weather", PARIS)])
 
 
+def test_a_list_of_calls_at_the_beginning_of_what_stands_around_an_answer() -> None:
+    """As a grammar has it written where the template knows of no tools; a list that is no call, and a later one, is text."""
+    written = f'[{{"name": "get_weather", "parameters": {PARIS}}}]'
+    for begin, end, content, calls in (
+        (written, "", "", [("get_weather", PARIS)]),
+        (written, " So.", "So.", [("get_weather", PARIS)]),
+        ("[1, 2]", " is a list.", "[1, 2] is a list.", []),
+        ("I write ", written, f"I write {written}", []),
+    ):
+        for thought in ("", "<|START_THINKING|>Hm.<|END_THINKING|>"):
+            text = f"{thought}<|START_RESPONSE|>{begin}{end}<|END_RESPONSE|>"
+            for cut in range(len(text)):
+                heard = run([text[:cut], text[cut:]], TOOLS["json"], THOUGHTS["cohere"])
+                assert heard == ("Hm." if thought else "", content, calls), (cut, text)
+
+
 def test_calls_of_gpt_oss_come_after_its_analysis() -> None:
     text = (
         "<|channel|>analysis<|message|>I could <b>look</b>.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."

@@ -239,7 +239,7 @@ def test_effort(thinking: Any) -> None:
         ({"input": "x", "tool_choice": "required"}, "tool_choice", "'tools'"),
         ({"input": "x", "background": True, "store": False}, "store", "'background' needs 'store'"),
         ({"input": "x", "background": 1}, "background", "boolean"),
-        ({"input": "x", "conversation": "c"}, "conversation", "not supported"),
+        ({"input": "x", "conversation": 7}, "conversation", "an id"),
         ({"input": "x", "include": ["file_search_call.results"]}, "include[0]", "file_search_call"),
         ({"input": "x", "text": {"verbosity": "huge"}}, "text.verbosity", "'low', 'medium' or 'high'"),
         ({"input": "x", "text": {"format": {"type": "regex"}}}, "text.format.type", "'regex'"),

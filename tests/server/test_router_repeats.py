@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
+from vserve.server.router import asked
 from vserve.server.router import backend as backend_module
 
 from .fleet import STREAM, Fleet, Pieces, run
@@ -221,6 +222,26 @@ def test_nobody_makes_the_router_lose_another_s_response(kind: type[Keeper], mon
     run(test)
 
 
+def test_a_conversation_is_asked_for_where_it_was_made() -> None:
+    async def test() -> None:
+        def keeps(name: str) -> Any:
+            return lambda request: httpx.Response(200, json={"id": f"conv_{name}", "object": "conversation"})
+
+        fleet = await Fleet("abc", **{name: keeps(name) for name in "abc"}).ready()
+        made = json.loads((await fleet.call("/v1/conversations", {}))[1])["id"]
+        fleet.asked.clear()
+        for path, body in (
+            (f"/v1/conversations/{made}/items", {"items": []}), ("/v1/responses", {"input": "x", "conversation": made}),
+            ("/v1/responses", {"input": "x", "conversation": {"id": made}}),
+        ):  # fmt: skip
+            assert (await fleet.call(path, body))[0] == 200
+        assert fleet.asked == [made.removeprefix("conv_")] * 3
+        assert asked.read(b'{"conversation": {"id": 7}}').ids == asked.read(b'{"conversation": [1]}').ids == ()
+        assert asked.Asked().is_stored("/v1/conversations/conv_a/items"), "it is not sent twice"
+
+    run(test)
+
+
 def test_ids_of_servers_that_tag_none_are_remembered_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend_module, "MAX_IDS", 3)
 
@@ -233,12 +254,13 @@ def test_ids_of_servers_that_tag_none_are_remembered_within_bounds(monkeypatch: 
             b'{"tools":[{"id":"resp_no"}],"id":"resp_no"}',
             b'{"id":"resp_' + b"x" * 60_000 + b'"}',
             b'{"id":"cmpl-5"}',
+            b'{"id":"conv_6","object":"conversation"}',
         ])  # fmt: skip
         answer = lambda request: httpx.Response(200, content=next(made))  # noqa: E731
         fleet = await Fleet(a=answer, b=answer).ready()
-        for _ in range(7):
+        for _ in range(8):
             await fleet.call()
-        assert list(fleet.backends._owners) == ["resp_2", "resp_3", "chatcmpl-4"]
+        assert list(fleet.backends._owners) == ["resp_3", "chatcmpl-4", "conv_6"]
 
     run(test)
 

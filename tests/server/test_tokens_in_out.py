@@ -40,6 +40,23 @@ def test_ids_go_in_and_come_out(client: Any, engine: Any, text_model: Any) -> No
     assert text["choices"][0]["logprobs"]["content"][0]["token"] == "Hello"
 
 
+def test_named_tokens_go_all_the_way(client: Any, engine: Any) -> None:
+    """Past the likeliest ones, rendered, and asked for in token ids; without a rank, which nobody has counted."""
+    body = {"messages": HI, "logprobs": True, "top_logprobs": 1, "logprob_token_ids": [7, 9], "max_tokens": 2}
+    entries = client.post("/v1/chat/completions", body).json()["choices"][0]["logprobs"]["content"]
+    assert all(len(entry["top_logprobs"]) == 2 for entry in entries)
+    rendered = client.post("/v1/chat/completions/render", body).json()
+    assert rendered["sampling_params"]["logprob_token_ids"] == [7, 9]
+    said = client.post(GENERATE, rendered).json()["choices"][0]["logprobs"]["content"]
+    assert [[one["rank"] for one in entry["top_logprobs"]] for entry in said] == [[None, None]] * 2
+    for request in engine.submitted:
+        assert (request.sampling.logprobs, request.sampling.logprob_token_ids) == (2, (7, 9))
+    assert (
+        "logprob_token_ids"
+        not in client.post("/v1/chat/completions/render", {"messages": HI}).json()["sampling_params"]
+    )
+
+
 def test_a_stream_of_ids_is_the_whole(client: Any) -> None:
     body = {"token_ids": [5, 6, 7], "sampling_params": {"seed": 1}, "return_token_ids": True}
     whole = client.post(GENERATE, body).json()
@@ -104,6 +121,89 @@ def test_completions_in_three_steps(client: Any) -> None:
     assert [choice["text"] for choice in answer["choices"]] == [choice["text"] for choice in direct["choices"]]
     assert [choice["logprobs"] for choice in answer["choices"]] == [one["logprobs"] for one in direct["choices"]]
     assert [choice["index"] for choice in answer["choices"]] == [0, 1] and answer["usage"]["prompt_tokens"] == 9
+
+
+def derendered(client: Any, path: str, given: list[Any], **more: Any) -> list[Any]:
+    """The chunk of each event of a stream, asked for one by one."""
+    states: dict[int, Any] = {}
+    chunks = []
+    for event in given:
+        index = event["choices"][0]["index"] if event["choices"] else -1
+        body = {"stream": True, "generate_chunk": event, "stream_state": states.get(index), **more}
+        answer = client.post(path, body)
+        assert answer.status_code == 200, answer.text
+        states[index] = answer.json()["stream_state"]
+        chunks.append(answer.json()["chunk"])
+    return chunks
+
+
+def test_a_streamed_chat_in_three_steps(thinking: Any) -> None:
+    """Event by event, and nothing is remembered between two of them: what they add up to is the whole answer."""
+    said = '<think>Hm.</think>Sé:<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
+    thinking.says(said)
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
+    body = {"messages": HI, "tools": tools, "logprobs": True, "top_logprobs": 1, "temperature": 0, "n": 2}
+    direct = thinking.client.post("/v1/chat/completions", body).json()
+    rendered = thinking.client.post("/v1/chat/completions/render", body).json()
+    told = events(
+        thinking.client.post(GENERATE, rendered | {"stream": True, "stream_options": {"include_usage": True}})
+    )
+    more = {"chat_request": body, "prompt_token_ids": rendered["token_ids"], "prompt_tokens": 7}
+    chunks = derendered(thinking.client, "/v1/chat/completions/derender", told, **more)
+    assert len(chunks) > 10 and chunks[-1]["choices"] == [] and chunks[-1]["usage"]["prompt_tokens"] == 7
+    assert chunks[-1]["usage"]["completion_tokens"] == direct["usage"]["completion_tokens"]
+    for index, whole in enumerate(direct["choices"]):
+        parts = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]
+        deltas = [part["delta"] for part in parts]
+        assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
+        assert "".join(delta.get("reasoning", "") for delta in deltas) == "Hm."
+        assert "".join(delta.get("content", "") for delta in deltas) == whole["message"]["content"] == "Sé:"
+        calls = [call for delta in deltas for call in delta.get("tool_calls", [])]
+        assert [call["id"] for call in calls if "id" in call] == [calls[0]["id"]], "once"
+        assert "".join(call["function"]["arguments"] for call in calls) == '{"a": 1}'
+        assert [part["finish_reason"] for part in parts] == [None] * (len(parts) - 1) + ["tool_calls"]
+        entries = [entry for part in parts if part["logprobs"] for entry in part["logprobs"]["content"]]
+        assert entries == whole["logprobs"]["content"]
+
+
+def test_a_streamed_completion_in_three_steps(client: Any) -> None:
+    body = {"prompt": "a", "logprobs": 1, "seed": 1, "stop": ["wor"]}
+    whole = client.post("/v1/completions", body).json()["choices"][0]
+    (rendered,) = client.post("/v1/completions/render", body).json()
+    told = events(client.post(GENERATE, rendered | {"stream": True}))
+    more = {"completion_request": body, "prompt_tokens": 3, "prompt_token_ids": rendered["token_ids"]}
+    chunks = derendered(client, "/v1/completions/derender", told, **more)
+    choices = [choice for chunk in chunks for choice in chunk["choices"]]
+    assert "".join(choice["text"] for choice in choices) == whole["text"] == "Hello "
+    assert (choices[-1]["finish_reason"], choices[-1]["stop_reason"]) == ("stop", "wor")
+    said = [choice["logprobs"] for choice in choices if choice["logprobs"]]
+    for name, values in whole["logprobs"].items():
+        assert [value for one in said for value in one[name]] == values
+
+
+@pytest.mark.parametrize(
+    ("more", "param"),
+    [
+        ({"generate_chunk": None}, "generate_chunk"),
+        ({"generate_chunk": {"choices": [{"index": 0}, {"index": 1}]}}, None),
+        ({"stream_state": {"output_token_ids": [320]}}, "stream_state.output_token_ids"),
+        ({"stream_state": {"output_token_ids": [5] * 128}}, "token_ids"),
+        ({"stream_state": {"output_token_ids": ["a"]}}, None),
+        ({"prompt_tokens": -1}, None),
+        ({"prompt_token_ids": [320]}, "prompt_token_ids"),
+    ],
+)
+def test_events_that_cannot_be_derendered(client: Any, more: Any, param: str | None) -> None:
+    event = {"choices": [{"index": 0, "token_ids": [5]}]}
+    for path in ("chat/completions", "completions"):
+        body = {"stream": True, "generate_chunk": event, "stream_state": None, **more}
+        answer = client.post(f"/v1/{path}/derender", body)
+        assert answer.status_code == 400 and param in (None, answer.json()["error"]["param"]), answer.text
+    for listed in ({"prompt_tokens": [1]}, {"prompt_token_ids": [[5]]}):
+        body = {"stream": True, "generate_chunk": event, **listed}
+        assert client.post("/v1/completions/derender", body).status_code == 400
+    flat = {"generate_responses": [event], "prompt_token_ids": [5]}
+    assert "a list with an entry for each prompt" in client.post("/v1/completions/derender", flat).text
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,8 @@ SHARED: list[tuple[dict[str, Any], str]] = [
     *[({"truncate_prompt_tokens": value}, "truncate_prompt_tokens") for value in (0, -2, 129, 1.5, "5")],
     ({"truncate_prompt_tokens": -1, "max_tokens": 128}, "truncate_prompt_tokens"),
     *[({"truncation_side": value}, "truncation_side") for value in ("middle", "", 1)],
-    ({"logprob_token_ids": [5]}, "logprob_token_ids"),
+    *[({"logprob_token_ids": value}, "logprob_token_ids") for value in ("a", [-1], [320], [True], [1] * 21)],
+    ({"logprob_token_ids": [5], "echo": True}, "logprob_token_ids"),
     ({"logits_processors": ["some.code"]}, "logits_processors"),
     *[({"repetition_detection": value}, "repetition_detection") for value in (5, [], "x")],
     ({"repetition_detection": {"max_pattern_size": 4}}, "repetition_detection.min_count"),
@@ -265,6 +266,13 @@ def test_strict_params(engine: Any, text_model: Any, new_client: Any) -> None:
     assert error["message"] == "Unknown parameter: 'labels'." and error["code"] == "unknown_parameter"
     check(client.complete(**{"evil\r\nx-header: 1": 1}), "evil x-header: 1")
     assert client.complete(max_tokens=1, priority=0).status_code == 200
+    for path, body in (
+        ("chat/completions", {"messages": [{"role": "user", "content": "Hi"}]}),
+        ("messages", {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1}),
+        ("completions", {"prompt": "Hi"}), ("responses", {"input": "Hi"}),
+    ):  # fmt: skip
+        found = client.post(f"/v1/{path}/render", body | {"return_token_offsets": True})
+        assert found.status_code == 200, f"a field of /v1/{path}/render: {found.text}"
 
 
 def test_unknown_fields_are_named(client: Any) -> None:

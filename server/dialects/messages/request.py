@@ -11,6 +11,7 @@ from typing_extensions import TypedDict
 from ...errors import bad_request, shorten, unsupported
 from ...generation.prompt import SWITCHES
 from ...wire import fields
+from ...wire.rendered import WithOffsets
 from ...wire.requests import ChatRequest
 from ..as_chat import Names, SamplingFields, chat_request, objects, speaking_of, string
 from .blocks import chat_messages, system_text
@@ -304,3 +305,7 @@ class MessagesRequest(Conversation):
             "top_p": self.top_p,
         }
         return super().chat(**fields, **more)
+
+
+class RenderMessages(WithOffsets, MessagesRequest):
+    pass

@@ -68,5 +68,6 @@ def beginning(
         "usage": None,
         "user": body.user,
         "metadata": body.metadata or {},
+        **({} if body.conversation is None else {"conversation": {"id": body.conversation}}),
         **about,
     }

@@ -9,10 +9,11 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from ...errors import bad_request, shorten, unsupported
 from ...wire import fields
+from ...wire.rendered import WithOffsets
 from ...wire.requests import ChatRequest
 from ..as_chat import Names, SamplingFields, chat_request, objects, speaking_of
 from .items import input_messages
-from .shapes import AllowedTools, InputItem, NamedTool, TextFormat, Tool
+from .shapes import AllowedTools, ConversationId, InputItem, NamedTool, TextFormat, Tool
 from .tools import Offer
 
 # How a chat's fields are called here.
@@ -60,7 +61,6 @@ class ResponseStreamOptions(BaseModel):
 class ResponsesRequest(SamplingFields):
     not_built: ClassVar = {
         "context_management": ([],),
-        "conversation": (),
         "moderation": (),
         "prompt": (),
     }
@@ -70,6 +70,10 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = Field(None, description="a system message before the input; for this response only")
     previous_response_id: str | None = Field(
         None, max_length=256, description="of a stored response: the conversation goes on from there"
+    )
+    conversation: str | None = Field(
+        None,
+        description="the id of a conversation, or an object with it: the response goes on from there and adds to it",
     )
     stream: bool | None = Field(None, description="answer as server-sent events")
     stream_options: ResponseStreamOptions | None = Field(None, description="how to stream")
@@ -104,6 +108,15 @@ class ResponsesRequest(SamplingFields):
     @classmethod
     def _input(cls, value: Any) -> Any:
         return value  # read by `chat`
+
+    @field_validator("conversation", mode="plain", json_schema_input_type=str | ConversationId | None)
+    @classmethod
+    def _conversation(cls, value: Any) -> str | None:
+        id = value.get("id") if isinstance(value, dict) else value
+        if value is not None and not isinstance(id, str):
+            name = "conversation"
+            raise bad_request(f"'{name}' must be an id, or an object with one as 'id'.", name, "invalid_type")
+        return id
 
     @field_validator("stop", mode="plain", json_schema_input_type=str | list[str] | None)
     @classmethod
@@ -144,6 +157,11 @@ class ResponsesRequest(SamplingFields):
     def _agree(self) -> ResponsesRequest:
         if self.background and not self.stores:
             raise bad_request("'background' needs 'store': its answer is read from there.", "store")
+        if self.conversation is not None and self.previous_response_id is not None:
+            raise bad_request(
+                "'conversation' and 'previous_response_id' both say what comes before: send one of them.",
+                "conversation",
+            )
         return self
 
     @property
@@ -205,3 +223,7 @@ class ResponsesRequest(SamplingFields):
                 "text.format.type",
             )
         return format
+
+
+class RenderResponse(WithOffsets, ResponsesRequest):
+    pass

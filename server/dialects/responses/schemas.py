@@ -99,6 +99,10 @@ class TextSettings(Schema):
     verbosity: str | None
 
 
+class ConversationRef(Schema):
+    id: str
+
+
 class ResponseObject(Schema):
     id: str
     object: Literal["response"]
@@ -115,6 +119,7 @@ class ResponseObject(Schema):
     output: list[OutputItem]
     parallel_tool_calls: bool
     previous_response_id: str | None
+    conversation: ConversationRef | None = Field(None, description="where the request names one")
     prompt_cache_key: str | None
     prompt_cache_retention: str | None
     reasoning: ReasoningSettings

@@ -83,6 +83,10 @@ class CompactionInput(TypedDict, total=False):
     encrypted_content: Required[str]  # as /v1/responses/compact gave it
 
 
+class ConversationId(TypedDict):
+    id: str
+
+
 InputItem = (
     InputMessage
     | FunctionCallItem
