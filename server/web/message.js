@@ -25,7 +25,7 @@ export class MessageView {
     this._versions = el("span", { class: "versions", hidden: true });
     this._tools = el("div", { class: "actions", role: "group", "aria-label": `Actions: ${this._name}` }, this._versions);
     this.element = el("article", { class: `message ${turn.role}`, "aria-label": this._name },
-      el("h3", { text: this._name }), this._reasoning, this._body, this._calls, this._footer, this._tools);
+      el("h2", { text: this._name }), this._reasoning, this._body, this._calls, this._footer, this._tools);
     this.update();
   }
 
