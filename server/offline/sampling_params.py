@@ -176,7 +176,7 @@ class PoolingParams(_Params):
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "logprob_token_ids": (None, []),
     "flat_logprobs": (None, False),
-    "output_kind": (None, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY),
+    "output_kind": (None, *RequestOutputKind),  # AsyncLLM heeds it; LLM has whole answers
     "extra_args": (None, {}),
     "skip_reading_prefix_cache": (None, False),
     "thinking_token_budget": (None,),
