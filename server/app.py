@@ -48,6 +48,7 @@ from .http.body_limit import BodyLimit
 from .http.middleware import Cors, HttpMetrics, RequestMiddleware, cors_options
 from .http.page import load_page
 from .lanes import NUM_THREADS, Lanes
+from .media.pictures import Pictures
 from .observe.exposition import MetricsPage
 from .observe.metrics import Metrics
 from .observe.request_log import RequestLog
@@ -94,6 +95,10 @@ def create_app(
         client, config, model, metrics, page, http_metrics, request_log, admission, lanes, sources or {}
     )
 
+    if (processor := model.processor) is not None:
+        rejected = partial(metrics.rejected, "queued_pictures")
+        state.pictures = Pictures(processor, config, rejected, metrics.picture_queue.observe)
+        metrics.pictures = state.pictures
     if beside is not None:
         state.beside = _second(state, beside)
 
@@ -103,6 +108,8 @@ def create_app(
     @asynccontextmanager
     async def run(app: FastAPI) -> AsyncIterator[None]:
         watching = None if board is None else asyncio.create_task(quota.watch(board))
+        if state.pictures is not None:
+            state.pictures.start()
         try:
             if lifespan is None:
                 yield
@@ -117,6 +124,8 @@ def create_app(
             if tracer is not None:
                 await asyncio.to_thread(tracer.close)
             state.lanes.close()
+            if state.pictures is not None:
+                state.pictures.close()
             state.bodies.close()
 
     app = FastAPI(
@@ -156,5 +165,11 @@ def _second(first: ServerState, beside: Beside) -> ServerState:
     first.metrics_page.add(metrics, beside.client, beside.model.names[0])
     admission = Admission(beside.client, beside.config, metrics.rejected, metrics.timed_out)
     return dataclasses.replace(
-        first, client=beside.client, config=beside.config, model=beside.model, metrics=metrics, admission=admission
+        first,
+        pictures=None,
+        client=beside.client,
+        config=beside.config,
+        model=beside.model,
+        metrics=metrics,
+        admission=admission,
     )

@@ -25,6 +25,7 @@ from .generation.generation import Generation
 from .generation.tasks import GENERATE
 from .http.middleware import HttpMetrics
 from .lanes import Lanes
+from .media.pictures import Pictures
 from .observe.exposition import MetricsPage
 from .observe.metrics import Metrics
 from .observe.request_log import RequestLog
@@ -45,7 +46,9 @@ T = TypeVar("T")
 INLINE_CHARACTERS = 2048
 
 
+ENCODER_CACHE = "mm_encoder_cache_tokens"  # of the engine's settings; 0: nothing looks at pictures
 SMALLEST_BODY, BYTES_PER_TOKEN = 8 << 20, 64  # a limit of bodies, where none is set
+MOST_IN_PICTURES = 256 << 20  # what it is raised by where the model sees pictures
 
 
 @dataclass
@@ -69,6 +72,7 @@ class ServerState:
     colleagues: Colleagues | None = None  # other API processes of this server
     started: int = field(default_factory=lambda: int(time.time()))
     beside: ServerState | None = None  # of the second model, where there is one
+    pictures: Pictures | None = None  # where the model sees any
 
     @cached_property
     def bodies(self) -> Lanes:
@@ -138,6 +142,12 @@ class ServerState:
             return self.beside
         return self.named(asked)
 
+    def sees(self, asked: str | None) -> bool:
+        """Whether the model with that name sees pictures. What looks at them may be missing in its files, which the
+        engine alone reads."""
+        state = self.named(asked)
+        return state.pictures is not None and state.client.info.settings.get(ENCODER_CACHE) != 0
+
     def engine_info(self) -> EngineInfo:
         """Raises ApiError (503) unless the engine can serve."""
         client = self.client
@@ -161,8 +171,13 @@ class ServerState:
 
     def max_body_size(self) -> int:
         """Bytes of a request's body."""
-        limit = self.config.max_body_size
-        return max(SMALLEST_BODY, BYTES_PER_TOKEN * self.client.info.max_model_len) if limit is None else limit
+        if (limit := self.config.max_body_size) is not None:
+            return limit
+        in_pictures = 0
+        if self.pictures is not None:
+            each = self.config.max_media_size * 4 // 3  # as base64
+            in_pictures = min(MOST_IN_PICTURES, self.config.most_pictures() * each)
+        return max(SMALLEST_BODY, BYTES_PER_TOKEN * self.client.info.max_model_len) + in_pictures
 
     def model_name(self, asked: str | None) -> str:
         """The name for the answer. Raises ApiError (404)."""

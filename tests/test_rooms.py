@@ -15,14 +15,14 @@ REACHES = ("server/*.py", "engine/*.py", "kernels/*.py")
 # From the ground up: a room knows what is below it.
 FLOORS = {
     "server": (
-        "client", "errors", "pace", "lanes", "histogram", "options", "parsers", "text", "grammar", "wire", "generation",
-        "observe", "http", "router", "dialects", "batches", "colleagues", "state", "api", "openapi", "app", "desk",
-        "api_processes", "team", "reporter", "service", "api_process", "ray_serve", "offline", "cli",
+        "client", "errors", "pace", "lanes", "histogram", "options", "parsers", "media", "text", "grammar", "wire",
+        "generation", "observe", "http", "router", "dialects", "batches", "colleagues", "state", "api", "openapi",
+        "app", "desk", "api_processes", "team", "reporter", "service", "api_process", "ray_serve", "offline", "cli",
     ),
     "engine": (
         "errors", "parallel", "link", "options", "grammar", "quant", "families", "files", "describe", "layers",
-        "models", "foreign", "cache", "adapters", "weights", "schedule", "speculation", "step", "planning", "ranks",
-        "start",
+        "vision", "models", "foreign", "cache", "adapters", "weights", "schedule", "speculation", "step", "planning",
+        "ranks", "start",
     ),
     "kernels": ("launch", "norm", "attention", "state", "rows", "linear", "sampling", "lora", "experts"),
 }  # fmt: skip

@@ -104,10 +104,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 _SIGHT = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "image_size": 28, "patch_size": 14}  # fmt: skip
-_QWEN_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
-    "fullatt_block_indexes": [0]}  # fmt: skip
-_QWEN3_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
-    "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}  # fmt: skip
+_QWEN_SIGHT = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "fullatt_block_indexes": [1], "initializer_range": 0.2}  # fmt: skip
+_QWEN3_SIGHT = {"depth": 3, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
+    "num_position_embeddings": 16, "initializer_range": 0.2}  # fmt: skip
+_DEEP = {"deepstack_visual_indexes": [0, 2]}  # blocks behind which features are made for layers 0 and 1
+# Tokens of Qwen's, and of all that stand for pictures.
+QWEN_TOKENS = {"image_token_id": 299, "video_token_id": 298, "vision_start_token_id": 297, "vision_end_token_id": 296}
+_SQUARES = {"num_hidden_layers": 2, "image_size": 56, "initializer_range": 0.2}
+_INTERN_SIGHT = _SIGHT | _SQUARES | {"image_size": [56, 56], "patch_size": [14, 14], "layer_scale_init_value": 0.7}
+_PIXTRAL_SIGHT = _SIGHT | {"model_type": "pixtral", "num_hidden_layers": 3, "image_size": 196,
+    "initializer_range": 0.2}  # fmt: skip
 _GLM_SIGHT = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "out_hidden_size": 64,
     "image_size": 28, "patch_size": 14}  # fmt: skip
 _GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
@@ -116,22 +123,34 @@ _EXPERTS_ALONE = {"num_experts_per_tok": 3, "num_experts": 5, "moe_intermediate_
 # Models of pictures and text: model_type → keys of the text, and of what looks at pictures. Those whose text has a
 # model_type may have others.
 PICTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "qwen2_vl": ({"rope_parameters": _THREE_AXES}, {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2}),
+    "qwen2_vl": (
+        {"rope_parameters": _THREE_AXES},
+        {"depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "initializer_range": 0.2},
+    ),
     "qwen2_5_vl": ({"rope_parameters": _THREE_AXES}, _QWEN_SIGHT),
-    "qwen3_vl": ({"rope_parameters": _THREE_AXES | {"mrope_interleaved": True}}, _QWEN3_SIGHT),
-    "qwen3_vl_moe": ({"rope_parameters": _THREE_AXES | {"mrope_interleaved": True}, **_EXPERTS_ALONE}, _QWEN3_SIGHT),
+    "qwen3_vl": ({"rope_parameters": _THREE_AXES | {"mrope_interleaved": True}}, _QWEN3_SIGHT | _DEEP),
+    "qwen3_vl_moe": (
+        {"rope_parameters": _THREE_AXES | {"mrope_interleaved": True}, **_EXPERTS_ALONE},
+        _QWEN3_SIGHT | _DEEP,
+    ),
     "glm4v": ({"rope_parameters": _GLM_ROPE}, _GLM_SIGHT),
     "glm46v": ({"rope_parameters": _GLM_ROPE, "model_type": "glm4v_text"}, _GLM_SIGHT | {"model_type": "glm4v_vision"}),
     "glm4v_moe": ({"rope_parameters": _GLM_ROPE, **FAMILIES["glm4_moe"]}, _GLM_SIGHT),
-    "mistral3": ({"model_type": "ministral3", **FAMILIES["ministral3"]}, _SIGHT | {"model_type": "pixtral"}),
+    "mistral3": ({"model_type": "ministral3", **FAMILIES["ministral3"]}, _PIXTRAL_SIGHT),
     "kimi_k25": ({"model_type": "deepseek_v3", **DEEPSEEK}, _SIGHT),
-    "internvl": ({"model_type": "qwen3"}, _SIGHT | {"image_size": [28, 28], "patch_size": [14, 14]}),
-    "llava": ({"model_type": "llama"}, _SIGHT | {"model_type": "clip_vision_model"}),
+    "internvl": (
+        {"model_type": "qwen3"},
+        _INTERN_SIGHT,
+    ),
+    "llava": ({"model_type": "llama"}, _SIGHT | _SQUARES | {"model_type": "clip_vision_model"}),
     "llava_next": ({"model_type": "mistral", "sliding_window": None}, _SIGHT | {"model_type": "clip_vision_model"}),
     "llava_next_video": ({"model_type": "llama"}, _SIGHT | {"model_type": "clip_vision_model"}),
     "llava_onevision": ({"model_type": "qwen2"}, _SIGHT | {"model_type": "siglip_vision_model"}),
 }
 VOCAB_SIZE = 300
+_TOKENS = {
+    "mistral3": {"image_token_index": 10}, "internvl": {"image_token_id": 299}, "llava": {"image_token_index": 299}
+}  # fmt: skip
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
@@ -193,20 +212,29 @@ def tiny_config(family: str, **overrides: Any) -> Any:
             family, text_config=deepcopy(text), vision_config=vision, mm_tokens_per_image=4, image_token_index=299,
             boi_token_index=298, eoi_token_index=297, **ends,
         )  # fmt: skip
+    sight = overrides.pop("vision", {})  # keys of what looks at pictures
     if family in ("qwen3_5", "qwen3_5_moe"):  # the same
         text = {**values, **FAMILIES[f"{family}_text"], **overrides}
-        vision = {"hidden_size": 32, "intermediate_size": 48, "depth": 1, "num_heads": 2, "out_hidden_size": 64}
         ends = {key: text[key] for key in ("tie_word_embeddings", "eos_token_id", "pad_token_id", "bos_token_id")}
-        return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=vision, **ends)
+        return AutoConfig.for_model(
+            family, text_config=deepcopy(text), vision_config=_beside(text, _QWEN3_SIGHT | sight), **ends, **QWEN_TOKENS
+        )
     if family in PICTURES:
-        text, sight = PICTURES[family]
-        text = {**values, **text, **overrides}
+        text = {**values, **PICTURES[family][0], **overrides}
+        sight = _beside(text, PICTURES[family][1] | sight)
         outer = {key: text.pop(key) for key in ("tie_word_embeddings",)}
-        return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=deepcopy(sight), **outer)
+        outer |= QWEN_TOKENS if family.startswith("qwen") else _TOKENS.get(family, {})
+        return AutoConfig.for_model(family, text_config=deepcopy(text), vision_config=sight, **outer)
     if family.startswith("granitemoe"):
         del values["head_dim"]
     # A copy, for config classes write into what they are given.
     return AutoConfig.for_model(family, **deepcopy(values | FAMILIES.get(family, {}) | overrides))
+
+
+def _beside(text: dict[str, Any], sight: dict[str, Any]) -> dict[str, Any]:
+    """A copy whose features are as wide as the text."""
+    width = {key: text["hidden_size"] for key in ("out_hidden_size",) if key in sight}
+    return deepcopy(sight | width)
 
 
 def _auto_class(model_type: str) -> Any:

@@ -15,7 +15,7 @@ from ..describe.download import from_hub
 from ..errors import ConfigError, and_more
 from ..layers.embedding import Embedding, LMHead
 from ..layers.experts import Experts
-from ..layers.linear import Linear
+from ..layers.linear import Linear, TowerLinear
 from ..link.turns import short_turns
 from ..models.model import Model
 from ..options.model_path import is_hub_name
@@ -66,7 +66,7 @@ class SlotLayout:
         self.size = 0  # elements of a slot
         names: set[str] = set()
         for path, holder, part in modules(whole or model):
-            if not isinstance(holder, Holder):
+            if not isinstance(holder, Holder) or isinstance(holder, TowerLinear):
                 self.others.add(path)
                 continue
             names.add(name := EXPERTS if isinstance(holder, Experts) else path.rpartition(".")[2])

@@ -69,6 +69,7 @@ class Batch:
     input_ids: Tensor  # int32 [T]
     positions: Tensor  # int32 [T]
     attention: AttentionBatch
+    rope_positions: Tensor  # int32 [T], by which layers turn them
 
 
 @dataclass
@@ -169,7 +170,19 @@ class BatchBuilder:
             self.workspace, beside and shape.decode_rows > 0 and shape.prefill_rows > 0, self.prompt_pages,
             state=self._states(header, shape, rows, query_start),
         )  # fmt: skip
-        return Batch(input_ids, positions, attention)
+        return Batch(input_ids, positions, attention, self._rope_positions(shape, rows, query_start, positions))
+
+    def _rope_positions(self, shape: Shape, rows: Tensor, query_start: Tensor, positions: Tensor) -> Tensor:
+        """Positions, and what pictures before them add. Of tokens before the end of a row's last picture these are
+        others: see AxisPositions."""
+        if (deltas := self.tables.rope_delta) is None:
+            return positions
+        deltas = deltas.index_select(0, rows)
+        if shape.tokens > shape.rows or shape.prefill_rows:
+            tokens = torch.arange(shape.tokens, dtype=torch.int32, device=positions.device)
+            owners = torch.bucketize(tokens, query_start[1:], right=True).clamp_(max=shape.rows - 1)
+            deltas = deltas.index_select(0, owners)
+        return (positions + deltas).clamp_(min=0)  # tokens that pad a step are nobody's
 
     def _states(self, header: Tensor, shape: Shape, rows: Tensor, query_start: Tensor) -> StateStep | None:
         """What the step does to recurrent states. What may be taken back is never in one: a token whose next one is

@@ -68,8 +68,10 @@ class RowTables:
     def __init__(
         self, max_num_seqs: int, max_model_len: int, max_blocks: int, num_groups: int, device: torch.device,
         block_size: int = 16, history_group: int | None = None, num_drafts: int = 0, has_states: bool = False,
+        three_axes: bool = False,
     ) -> None:  # fmt: skip
-        """`has_states`: rows have recurrent states. `history_group`: the KV group whose blocks have pages for tokens,
+        """`has_states`: rows have recurrent states. `three_axes`: tokens are turned by time, height and width of
+        pictures. `history_group`: the KV group whose blocks have pages for tokens,
         which `make_pages` makes; None: no group keeps whole sequences, and each row has pages of its own for a whole
         context."""
         num_rows = max_num_seqs + 1
@@ -83,6 +85,8 @@ class RowTables:
         self.state_len: Tensor | None = None
         if has_states:
             self.state_slot, self.state_len = torch.zeros_like(self.num_computed), torch.zeros_like(self.num_computed)
+        # What tokens behind a row's pictures are turned by over their positions.
+        self.rope_delta = torch.zeros_like(self.num_computed) if three_axes else None
         self.params = torch.zeros(num_rows, NUM_COLUMNS, dtype=torch.int32, device=device)
         self.block_tables = [
             torch.zeros(num_rows, max_blocks, dtype=torch.int32, device=device) for _ in range(num_groups)
@@ -129,6 +133,9 @@ class RowTables:
                 slots = [max(0, new.state_slot) for new in plan.new_rows]
                 writes.append((self.state_slot[:, None], _stage(upload, rows, zeros, ones, slots)))
                 writes.append((self.state_len[:, None], _stage(upload, rows, zeros, ones, counts)))
+            if self.rope_delta is not None:
+                deltas = [new.rope_delta for new in plan.new_rows]
+                writes.append((self.rope_delta[:, None], _stage(upload, rows, zeros, ones, deltas)))
             # No drafts stand there: a prompt's last token may come in a step with drafts of the row's former one.
             writes.append((self.num_proposed[:, None], _stage(upload, rows, zeros, ones, zeros)))
             packed = b"".join(

@@ -5,6 +5,7 @@ divide: how a model can be divided over ranks and stages, and what more of them 
 download: files of the hub, downloaded or found in its cache, and how far that is
 model_source: a model's files: a folder, the hub's, or one GGUF file of a repository
 overrides: a model's config.json as the options change it
+picture_files: what a model's folder says of pictures beside config.json
 torchvision: one that was built for another torch is kept from transformers
 reading: a model as its config.json and the options describe it, with transformers' defaults for what is left out
 """

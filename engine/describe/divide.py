@@ -161,6 +161,12 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
             f"--pipeline-layer-partition {','.join(map(str, counts))} deals out {sum(counts)} layers, and the model "
             f"has {num_layers}: name so many, or leave it out for {','.join(map(str, split(config, size)))}"
         )
+    first = stage_layers(config, size, counts)[0]
+    if config.vision is not None and (needed := len(config.vision.deepstack)) > len(first):
+        raise ModelError(
+            f"--pipeline-parallel-size {size}: pictures add to the first {needed} layers, which have to be in one "
+            f"stage, and the first stage has {len(first)}: take fewer stages, or --language-model-only"
+        )
 
 
 def is_cut(config: ModelConfig) -> bool:

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import ModelError
 from ..families.encoders import EncoderFamily, EncoderSpec, find_encoder
-from ..families.family import Family, Names
+from ..families.family import Family
 from ..families.head_spec import HeadSpec
-from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec, StateSpec
+from ..families.layer_spec import AttentionSpec, FrameSpec, KVSpec, LayerSpec, Names, StateSpec
 from ..families.raw_config import architectures, model_type
 from ..families.refused import refusal
 from ..families.registry import find_family, generates_by_name, own_family
+from ..families.vision_spec import VisionSpec
 
 if TYPE_CHECKING:
     import torch  # at run time only where a dtype is made: reading the file alone should not wait for torch
@@ -46,7 +47,8 @@ class ModelConfig:
     quantization: Scheme | None = None  # how the checkpoint stores what it has quantised
     head: HeadSpec | None = None  # what is behind the pooled hidden state
     generates: bool = True  # it has an output matrix
-    pictures: bool = False  # it is the text half of a model of pictures, of which nothing else is loaded
+    pictures: bool = False  # it is a model of pictures and text
+    vision: VisionSpec | None = None  # what looks at them; None: the text alone is loaded
     given_class: str = ""  # that config.json names, where its model_type alone is known
     foreign: Foreign | None = None  # a model that transformers' code computes; None: one of vserve's own families
     causal: bool = True  # a token sees those before it alone; else the whole text: nothing is cached or generated
@@ -81,7 +83,7 @@ class ModelConfig:
             yield (
                 f"{self.given_class} is no class known here: it is computed as {self.architecture}, by its model_type"
             )
-        if self.pictures and not text_is_enough:
+        if self.pictures and self.vision is None and not text_is_enough:
             yield (
                 f"{self.architecture}: its text is served, a request with a picture is refused (--language-model-only "
                 "leaves this line out)"
@@ -95,8 +97,8 @@ class ModelConfig:
 
 
 def few_layers(config: ModelConfig) -> ModelConfig:
-    """The same with a layer of each kind, and the last one again, which does less than others."""
-    return replace(config, layers=(*dict.fromkeys(config.layers), config.layers[-1]))
+    """The same with a layer of each kind, and the last one again, which does less than others; without a tower."""
+    return replace(config, layers=(*dict.fromkeys(config.layers), config.layers[-1]), vision=None)
 
 
 _REMOTE = "AutoModelForCausalLM"  # the key of auto_map whose class can generate

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import ConfigError
 from ..families.encoders import ENCODERS
 from ..families.head_spec import KEYS
-from ..families.raw_config import TEXT_KEYS, text_values
+from ..families.raw_config import TEXT_KEYS, VISION_KEYS, text_values
 from ..families.registry import FAMILIES
 from ..families.rope_config import FULL, SLIDING
 from ..options.config import EngineConfig
@@ -18,7 +18,7 @@ from ..options.config import EngineConfig
 _KEYS = frozenset((
     "architectures", "dtype", "is_causal", "model_type", "original_max_position_embeddings", "partial_rotary_factor",
     "quantization_config", "rope_parameters", "rope_scaling", "rope_theta", "torch_dtype",
-    "use_bidirectional_attention", *TEXT_KEYS,
+    "use_bidirectional_attention", *TEXT_KEYS, *VISION_KEYS,
 ))  # fmt: skip
 _ROPE = ("rope_scaling", "rope_parameters")  # transformers before 5, and since
 

@@ -15,6 +15,7 @@ from ..families.head_spec import read_head
 from ..families.layer_spec import AttentionSpec, LayerSpec, MoESpec
 from ..families.raw_config import RawConfig, architectures, dtype_name, flag, model_type
 from ..families.registry import find_family, is_known
+from ..families.vision_spec import VisionSpec
 from ..files.model_file import read_config
 from ..options.config import EngineConfig
 from ..options.config_checks import ANY, Purpose
@@ -25,6 +26,7 @@ from .divide import refuse as refuse_stages
 from .download import from_hub
 from .model_config import Foreign, ModelConfig, choose
 from .overrides import overridden, overrides
+from .picture_files import check_tokens, vision_of_files, vision_of_settings
 from .torchvision import hide_broken_torchvision
 
 if TYPE_CHECKING:
@@ -43,6 +45,9 @@ def read_model_config(folder: Path, config: EngineConfig) -> ModelConfig:
         model = read_folder(
             folder, source, changes, config.quantization, config.model_impl, config.trust_remote_code, config.purpose
         )
+    if config.language_model_only or config.purpose.runner == "pooling":
+        model = replace(model, vision=None)
+    check_tokens(model)
     return without_windows(model) if config.disable_sliding_window else model
 
 
@@ -108,7 +113,11 @@ def read_folder(
 
     raw = overridden(read_config(Path(source or folder)), changes)
     described = parse_model_config(raw, implementation, Path(source or folder), trusted, purpose)
-    config = replace(described, quantization=_scheme(Path(folder), raw, quantization))
+    config = replace(
+        described,
+        quantization=_scheme(Path(folder), raw, quantization),
+        vision=None if described.vision is None else vision_of_files(Path(folder), described.vision),
+    )
     if config.foreign is None:
         config = replace(config, head=read_head(Path(folder), raw, config.hidden_size, purpose))
     elif purpose.classifies:
@@ -177,12 +186,29 @@ def parse_model_config(
     return _parse(raw, dtype, kind, purpose)
 
 
-def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) -> ModelConfig:
+def read_vision(raw: dict[str, Any], config: EngineConfig, folder: Path) -> VisionSpec | None:
+    """What looks at the pictures of a model, by its settings alone, and without torch; None: nothing does. Raises
+    ModelError."""
+    if config.language_model_only or config.purpose.runner == "pooling":
+        return None
+    family = choose(raw, config.model_impl, folder, config.trust_remote_code)
+    if not isinstance(family, Family) or family.vision is None:
+        return None
+    vision = family.vision(RawConfig(_flat(raw, family), family.defaults))
+    return None if vision is None else vision_of_settings(folder, vision)
+
+
+def _flat(raw: dict[str, Any], family: Family) -> dict[str, Any]:
+    """With what a model beside other towers says of its text in an object of its own. Raises ModelError."""
     inner = raw.get(family.nested) or {}
     if not isinstance(inner, dict):
         raise ModelError(f"config.json: {family.nested} is {inner!r:.60}, an object belongs there: correct the file")
     # Options change the outer object: what it says counts.
-    raw = {**inner, **{key: value for key, value in raw.items() if value is not None or key not in inner}}
+    return {**inner, **{key: value for key, value in raw.items() if value is not None or key not in inner}}
+
+
+def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) -> ModelConfig:
+    raw = _flat(raw, family)
     values = RawConfig(raw, family.defaults)
     hidden_size = values.count("hidden_size")
     head = read_head(None, raw, hidden_size, purpose)
@@ -208,6 +234,7 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         generates=head is None and purpose.runner != "pooling" and causal,
         causal=causal,
         pictures=bool(family.nested),
+        vision=None if family.vision is None else family.vision(values),
         given_class=names[0] if names and not any(map(is_known, names)) else "",
     )
 

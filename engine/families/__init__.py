@@ -15,7 +15,7 @@ deepseek: models with latent attention: DeepSeek-V2 and V3, GLM-4.7-Flash, MiniC
 mistral: Ministral 3, Mistral Small 4 and Large 3
 gpt_oss: gpt-oss
 mixtures: MiniMax M2, MiMo-V2-Flash, Hunyuan 3 and Laguna: experts chosen by sigmoids
-pictures: models of pictures and text, of which the text is served
+pictures: models of pictures and text
 renamed: models whose layers are another family's under a class of their own
 
 encoders: what an encoder is, which one a config.json describes, and how it is read
@@ -23,5 +23,7 @@ head_spec: what stands behind the pooled hidden state of a model, as its folder 
 layer_spec: what one layer of a model is
 raw_config: values of a config.json, checked as they are read
 refused: architectures that nothing here can serve, by name
+towers: what config.json says of the towers that look at pictures
+vision_spec: what looks at pictures, and what it is built from
 rope_config: how positions are rotated, as config.json says it in one of two spellings
 """

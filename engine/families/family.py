@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ModelError
-from .layer_spec import Activation, AttentionSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec
+from .layer_spec import Activation, AttentionSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, Names
 from .raw_config import RawConfig
 from .rope_config import RopeConfig, read_rope, rotated_share
+from .vision_spec import VisionSpec
 
 MAX_LAYERS = 4096
 MAX_EXPERTS = 4096  # of a layer
@@ -30,8 +31,6 @@ _LEFT_OUT = {
     "head_dim": None, "attention_bias": False, "mlp_bias": False, "num_experts": None, "num_local_experts": None,
     "tie_word_embeddings": False, "eos_token_id": None,
 }  # fmt: skip
-# Pieces of our names (llama's) → of a checkpoint's, each put into what those before it have made of a name.
-Names = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True)
@@ -53,6 +52,8 @@ class Family:
     nested: str = ""  # the key of the object in config.json that describes the decoder, which is beside pictures
     varied: bool = False  # that object names the family of text, which may be any
     foreign: bool = True  # whether transformers' code computes it, too, on this cache
+    # What looks at pictures; None: of a model with pictures the text alone is served.
+    vision: Callable[[RawConfig], VisionSpec | None] | None = None
     causal: bool = True  # whether its tokens see earlier ones alone, where config.json says nothing of it
 
     @property

@@ -8,6 +8,8 @@ from typing import Literal
 from .rope_config import RopeConfig
 
 Activation = Literal["silu", "gelu_tanh", "gelu", "relu2"]
+# Pieces of our names (llama's) → of a checkpoint's, each put into what those before it have made of a name.
+Names = tuple[tuple[str, str], ...]
 # Root mean square; the same with weights that are stored less one; with a mean taken off first; and with a bias added.
 NormKind = Literal["rms", "rms_less_one", "layer", "layer_bias"]
 

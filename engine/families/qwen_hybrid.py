@@ -10,6 +10,7 @@ from .family import Family, activation_of, attention_spec, dense_or_mixture, exp
 from .layer_spec import DeltaSpec, FrameSpec, LayerSpec, MLPSpec, MoESpec, RoutingSpec
 from .qwen import ROUTER_NAMES
 from .raw_config import RawConfig
+from .towers import qwen3_5_vision
 
 LINEAR, FULL = "linear_attention", "full_attention"
 _GATES: dict[str, Literal["silu", "sigmoid"]] = {"swish": "silu", "silu": "silu", "sigmoid": "sigmoid"}
@@ -114,6 +115,7 @@ QWEN3_5 = Family(
 QWEN3_5_PICTURES = Family(
     "Qwen3_5ForConditionalGeneration", "qwen3_5", qwen3_5_layers, _frame,
     own=_OWN, nested="text_config", names=_TEXT, other_names=((),), ignored=_IGNORED, foreign=False,
+    vision=qwen3_5_vision,
 )  # fmt: skip
 QWEN3_5_MOE = Family(
     "Qwen3_5MoeForCausalLM", "qwen3_5_moe_text", qwen3_5_moe_layers, _frame,
@@ -122,7 +124,7 @@ QWEN3_5_MOE = Family(
 QWEN3_5_MOE_PICTURES = Family(
     "Qwen3_5MoeForConditionalGeneration", "qwen3_5_moe", qwen3_5_moe_layers, _frame,
     own=_OWN, nested="text_config", names=(*ROUTER_NAMES, *_TEXT), other_names=(ROUTER_NAMES,), ignored=_IGNORED,
-    foreign=False,
+    foreign=False, vision=qwen3_5_vision,
 )  # fmt: skip
 QWEN3_NEXT = Family(
     "Qwen3NextForCausalLM", "qwen3_next", qwen3_next_layers, _frame, own=_OWN, names=ROUTER_NAMES, ignored=_IGNORED,

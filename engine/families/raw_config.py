@@ -98,6 +98,10 @@ def model_type(raw: Mapping[str, Any]) -> str:
 TEXT_KEYS = ("text_config", "llm_config")  # of the object that describes the decoder of a model of pictures
 
 
+# Of what looks at pictures, and of the tokens that stand for them.
+VISION_KEYS = ("vision_config", "image_token_id", "image_token_index", "video_token_id", "vision_feature_layer")
+
+
 def text_values(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """That object; an empty one where there is none."""
     return next((raw[key] for key in TEXT_KEYS if isinstance(raw.get(key), Mapping)), {})

@@ -20,6 +20,7 @@ from ..families.layer_spec import KVSpec
 from ..quant.format import FLOATS, Format, Stored
 from ..quant.weights import Placement, frozen
 from .norm import RMSNorm
+from .picture_tokens import PictureTokens
 from .rope import RotaryEmbedding
 
 
@@ -46,6 +47,10 @@ class AttentionBatch:
     state: StateStep | None = None  # where some layers keep states
     # What tokens have for each layer beside the residual stream, [T, layers, size]: the model makes it.
     token_vectors: Tensor | None = None
+    pictures: PictureTokens | None = None  # where some tokens are of pictures
+    # fp32 [T, rotated elements], cosines and sines of each token in turn, which then has its index for a position:
+    # where tokens are turned by three axes. None: layers look positions up in their own tables.
+    cos_sin: Tensor | None = None
     # What the kernels are told of them, made once here rather than once a layer.
     num_decode_tokens: int = field(init=False)
     decodes: UniformBatch = field(init=False)
@@ -146,7 +151,7 @@ class Attention(nn.Module):
             key,
             value,
             positions,
-            self.rotary.cos_sin,
+            self.rotary.cos_sin if batch.cos_sin is None else batch.cos_sin,
             keys,
             values,
             batch.slots[self.group],

@@ -188,3 +188,7 @@ class Linear(nn.Module):
             return self.silu_mul(x, reader)
         assert activation == "gelu_tanh", f"there is no kernel for {activation} yet"
         return gelu_tanh_mul(self(x))
+
+
+class TowerLinear(Linear):
+    """A product of what looks at pictures: no adapter adds to it, and only files quantise it, no option."""

@@ -26,6 +26,13 @@ class RotaryEmbedding:
         """For contexts of another length, once it is known what memory holds: some frequencies follow it."""
         self.cos_sin, self.query_scale = self._table(max_len), self._scales(max_len)
 
+    def composed(self, positions: Tensor, axes: Tensor) -> Tensor:
+        """fp32 [T, head_dim]: rows as in cos_sin, of tokens whose pairs are each turned by the position on an axis.
+        positions int32 [3, T]; axes int64 [head_dim / 2], each pair's."""
+        rows = self.cos_sin[positions]  # [3, T, head_dim]
+        index = axes.repeat(2).expand(1, rows.shape[1], -1)
+        return rows.gather(0, index)[0]
+
     def scale(self, query: Tensor, positions: Tensor) -> None:
         """query [T, H, D], overwritten; positions int32 [T]."""
         if self.query_scale is not None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from .media import MediaItem
 from .plan import TokenLogprobs
 from .sampling_params import SamplingParams
 
@@ -32,6 +33,7 @@ class AddRequest(msgspec.Struct, frozen=True, array_like=True, tag="add"):
     arrival: float = 0.0  # time.monotonic(), one clock for all processes of a host
     n: int = 1
     tenant: int = 0  # among whom the queue is shared: a number made of a key or an address, never itself
+    media: tuple[MediaItem, ...] = ()  # of the prompt, in its order
 
 
 def pack_tokens(token_ids: Sequence[int]) -> bytes:
@@ -147,6 +149,7 @@ class EngineInfo(msgspec.Struct, frozen=True, array_like=True, kw_only=True, tag
     by_token: bool = False  # each token has classes of its own; steps: of them, those that end a step of reasoning
     steps: bool = False
     reranks: bool = False  # it is Qwen3-Reranker, or one like it: a score is how much likelier "yes" is than "no"
+    sees_pictures: bool = False  # requests may have media
     reads_both_ways: bool = False  # no option makes it generate
     quantization: dict[str, str | int] = {}  # of start/described.py; empty: none
     experts: dict[str, str | int] = {}  # of start/described.py; empty: none
@@ -211,6 +214,11 @@ class EngineStats(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_restored_tokens: int = 0  # that therefore were not computed
     num_state_exports: int = 0  # snapshots written
     num_skipped_state_exports: int = 0  # because no slot was free
+    num_encoder_tokens: int = 0  # features of pictures that the encoder cache has room for; 0: the model sees none
+    num_encoder_tokens_used: int = 0  # by entries, whether a request still needs them or not
+    encoder_queries: int = 0  # pictures looked up
+    encoder_hits: int = 0  # found
+    num_encoded_patches: int = 0  # that the tower has computed
 
 
 def sum_of(*each: EngineStats) -> EngineStats:

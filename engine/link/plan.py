@@ -6,6 +6,7 @@ from itertools import islice
 
 import msgspec
 
+from .media import MediaItem
 from .sampling_params import SamplingParams
 
 
@@ -23,6 +24,7 @@ class NewRow(msgspec.Struct, frozen=True, array_like=True):
     # The slot of a snapshot after exactly num_computed_tokens, which is copied to its own before the step runs; -1:
     # its state begins at nothing, and num_computed_tokens is 0.
     restored_from: int = -1
+    rope_delta: int = 0  # of the place at which a token behind its pictures is turned, over its index
 
 
 class StateExport(msgspec.Struct, frozen=True, array_like=True):
@@ -40,6 +42,32 @@ class AdapterCopy(msgspec.Struct, frozen=True, array_like=True):
     slot: int
     id: int
     path: str  # for who does not have it in memory
+
+
+class Encode(msgspec.Struct, frozen=True, array_like=True):
+    """The tower computes a picture's features before the step runs, which are kept as this entry until it is
+    forgotten."""
+
+    entry: int
+    item: MediaItem
+    num_features: int
+
+
+class Embed(msgspec.Struct, frozen=True, array_like=True):
+    """Neighbouring tokens of a row, which features of an entry stand for in the place of their own embeddings."""
+
+    index: int  # into rows
+    first_token: int  # in the row's query
+    count: int
+    entry: int
+    first_feature: int
+
+
+class AxisPositions(msgspec.Struct, frozen=True, array_like=True):
+    """Where a row's tokens of this step are in time, height and width: they are of a picture, or before one."""
+
+    index: int  # into rows
+    positions: bytes  # int32 [3, tokens of the row]
 
 
 class BlockWrite(msgspec.Struct, frozen=True, array_like=True):
@@ -73,6 +101,10 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     told: list[int] = []  # indexes into `sampled` of those whose drafts for the step to come the result is to bring
     left: list[int] = []  # rows that a request has left while a part of its prompt was pooled
     exports: list[StateExport] = []
+    forget: list[int] = []  # entries of features that no step needs from this one on
+    encode: list[Encode] = []
+    embeds: list[Embed] = []
+    axes: list[AxisPositions] = []  # of models whose positions have three axes
 
     @property
     def total_tokens(self) -> int:
@@ -93,7 +125,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
         plan: StepPlan = msgspec.structs.replace(
             self, rows=[self.rows[index] for index in self.sampled], sampled=list(range(len(self.sampled))),
             num_tokens=[self.num_tokens[index] for index in self.sampled], pooled=[], new_rows=[], new_blocks=[],
-            exports=[],
+            exports=[], forget=[], encode=[], embeds=[], axes=[],
             num_decodes=self.num_decodes if self.num_drafts else 0,
         )  # fmt: skip
         return plan
@@ -145,6 +177,7 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True):
     expert_imbalance: float = 0.0
     num_proposed: int = 0  # rows with drafts that somebody has proposed for the step to come
     drafts: list[list[int]] = []  # of each of plan.told: what they are
+    unseen: dict[int, str] = {}  # entry of features → why there are none: the tower has raised that
 
     def tokens_by_row(self) -> list[list[int]]:
         """Of each of plan.sampled."""

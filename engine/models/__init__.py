@@ -3,7 +3,7 @@
 attention_block: attention as most models have it, between its products
 blocks: the decoder-only models that are served
 delta_block: a gated delta net, between its products
-packed: texts one behind the other, without padding, and decoders whose attention goes both ways
+packed: decoders whose attention goes both ways
 encoder: encoders of the shape of BERT
 model: what the engine asks of a model, and the hidden states that drafting heads read of it
 latent_attention: multi-head latent attention (DeepSeek-V2, arXiv 2405.04434)

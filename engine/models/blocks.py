@@ -17,10 +17,12 @@ from ..layers.delta import DeltaNet
 from ..layers.embedding import Embedding, LMHead
 from ..layers.head import Head
 from ..layers.norm import NoNorm, Norm, make_norm
+from ..layers.picture_tokens import PictureTokens
 from ..layers.rope import RotaryEmbedding
 from ..layers.routing import watch
 from ..parallel.group import ALONE, Group
 from ..quant.weights import Placement, WeightMap, keep_at_hand
+from ..vision.towers import make_tower
 from .attention_block import AttentionBlock
 from .delta_block import DeltaBlock
 from .latent_attention import LatentAttentionBlock
@@ -199,6 +201,8 @@ class CausalLM(nn.Module):
             if not isinstance(spec.mixer, DeltaSpec) and not isinstance(layer.mixer, DeltaBlock)
         )
         self._elsewhere = tuple(self._other_stages())  # beginnings of names in the checkpoint
+        # What looks at pictures, in the stage that has the embedding.
+        self.tower = None if config.vision is None or not self.stage.is_first else make_tower(config.vision, place)
         self.features: Features | None = None  # hidden states that a drafting head reads; None: none does
         routers = [None if isinstance(layer.mlp, MLP) else layer.mlp.router for layer in self._layers]
         self.expert_load = watch(routers, place.device)
@@ -223,6 +227,9 @@ class CausalLM(nn.Module):
         else:
             residual = embeddings.clone() if self.stage.is_first else embeddings
         x: Tensor | None = None
+        pictures = batch.pictures
+        if pictures is not None and self.stage.is_first:
+            pictures.embed(residual)
         if self.token_vectors is not None:
             batch.token_vectors = self.token_vectors(input_ids, residual)
         if self.expert_load is not None:
@@ -232,15 +239,30 @@ class CausalLM(nn.Module):
             return self._with_features(features, x, residual, positions, batch, wanted)
         if not self.stage.is_last:
             wanted = None
+        if pictures is not None and pictures.num_layers(self.config.hidden_size):
+            return self._with_pictures(pictures, x, residual, positions, batch, wanted)
         for layer in layers:
             x, residual = layer(x, residual, positions, batch)
         x, residual = last(x, residual, positions, batch, wanted)
         return self.norm(x, residual)[0]
 
+    def _with_pictures(
+        self, pictures: PictureTokens, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
+        wanted: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """Where something of them is added behind the first layers (DeepStack, arXiv:2406.04334). All layers compute
+        all tokens."""
+        for layer in self._layers:
+            x, residual = layer(x, residual, positions, batch)
+            pictures.add_behind(layer.index, residual)
+        hidden: Tensor = self.norm(x, residual)[0]
+        return hidden if wanted is None else hidden.index_select(0, wanted)
+
     def _with_features(
         self, features: Features, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
         wanted: Tensor | None,
     ) -> Tensor:  # fmt: skip
+        pictures = batch.pictures
         for index, layer in enumerate(self._layers):
             if x is not None and index in features.layers and (group := layer.mixer_norm.group).size > 1:
                 residual.add_(group.all_reduce(x))  # of all ranks' summands
@@ -248,6 +270,8 @@ class CausalLM(nn.Module):
             features.before_layer(index, x, residual)
             last = index == len(self._layers) - 1
             x, residual = layer(x, residual, positions, batch, wanted if last and not features.of_end else None)
+            if pictures is not None and not last:
+                pictures.add_behind(index, residual)
         hidden: Tensor = self.norm(x, residual)[0]
         if not features.of_end:
             return hidden
@@ -302,7 +326,8 @@ class CausalLM(nn.Module):
             found["lm_head"] = (self.lm_head, "out")
         if self.pooling_head is not None:
             found |= self.pooling_head.weight_map()
-        return {self.config.named(path): target for path, target in found.items()}
+        named = {self.config.named(path): target for path, target in found.items()}
+        return named if self.tower is None else named | self.tower.weight_map()
 
     def is_ignorable(self, name: str) -> bool:
         """Tensors some checkpoints carry that nothing needs: rotary tables, a copy of the tied output matrix, what

@@ -16,9 +16,9 @@ from ..layers.embedding import Embedding
 from ..layers.head import Head
 from ..layers.linear import Linear
 from ..layers.norm import LayerNorm
+from ..layers.packed import Packed
 from ..layers.rope import RotaryEmbedding
 from ..quant.weights import Placement, WeightMap
-from .packed import Packed
 
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu": functional.gelu,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field
 from math import lcm
+from typing import Any
 
 from ..errors import ConfigError
 from . import config_checks as checks
@@ -96,8 +98,17 @@ class EngineConfig:
         False, "every layer sees the whole context, which is then no longer than the model's window", group="model"
     )
     language_model_only: bool = option(
-        False, "of a model of pictures the text is served, as without this: the start says nothing of it", group="model"
+        False, "of a model of pictures serve the text alone: what looks at pictures is not loaded", group="model"
     )
+    mm_processor_kwargs: str | None = option(
+        None, "JSON object with settings that come before those of the model's preprocessor_config.json, such as "
+        "'{\"max_pixels\": 1048576}'", group="model", problem=json_object, is_json=True,
+    )  # fmt: skip
+    mm_encoder_cache_tokens: int | None = option(
+        None, "tokens of pictures whose features stay in memory, so that a picture is looked at once; a request needs "
+        "those of its largest picture (default: 16384, or those of the largest picture that the model takes)",
+        group="model", bounds=POSITIVE,
+    )  # fmt: skip
     seed: int = option(0, "seeds dummy weights and requests that bring no seed of their own", group="model")
     device: str = option("auto", "where the model runs", choices=("auto", "cuda", "cpu"))
     cpu_threads: int | None = option(
@@ -332,6 +343,12 @@ class EngineConfig:
         return self.world_size // self.nnodes
 
     @property
+    def processor_kwargs(self) -> dict[str, Any]:
+        """--mm-processor-kwargs, read."""
+        found: dict[str, Any] = json.loads(self.mm_processor_kwargs or "{}")
+        return found
+
+    @property
     def purpose(self) -> Purpose:
         """What --task, --runner and --convert say. Raises ConfigError where they contradict each other."""
         return read_purpose(self.task, self.runner, self.convert)
@@ -394,6 +411,11 @@ class SchedulerConfig:
     drafts_with_grammars: bool = True  # not where drafts hold whatever the masks say
     num_state_slots: int = 0  # of recurrent state, the null slot included; 0: the model has none
     state_snapshot_tokens: int = 64  # at multiples of which states are kept for later requests
+    encoder_cache_tokens: int = 0  # features of pictures that are kept, and a request needs at once; 0: none are read
+    media_tokens: tuple[int, int] = (-1, -1)  # that features of pictures, and of spans of videos, stand for
+    media_merge: int = 1  # patches a side of each of them
+    media_axes: bool = False  # positions are in time, height and width
+    media_whole: bool = False  # a picture's tokens see each other, and so are computed in one step
 
     @property
     def grain(self) -> int:

@@ -104,12 +104,13 @@ class MemoryPlan:
     layout: KVLayout
     notices: tuple[str, ...] = ()
     states: StateSlots | None = None  # None: no layer keeps a recurrent state
+    pictures: int = 0  # features in the encoder cache
     tightest: str = ""  # of several ranks, the one whose numbers these are: the others have as much room or more
 
     @property
     def needed(self) -> int:
         """Bytes beside the blocks of the cache."""
-        return self.weights + self.activations + self.graphs + self.other + self.state_bytes
+        return self.weights + self.activations + self.graphs + self.other + self.pictures + self.state_bytes
 
     @property
     def state_bytes(self) -> int:
@@ -128,6 +129,7 @@ class MemoryPlan:
             ("activations, at most", self.activations),
             ("CUDA graphs, about", self.graphs),
             ("other", self.other),
+            ("encoder cache", self.pictures),
         )
         rows = [
             ("weights", gib(self.weights)),
@@ -173,12 +175,15 @@ def plan_memory(
     each = block_bytes + layout.page_bytes  # with its tokens, which are counted beside the cache
     weights = weight_bytes(runner.model, runner.model_drafter)
     slot_bytes = 0 if runner.cache.states is None else runner.cache.states.slot_bytes(dtype.itemsize)
+    pictures = 0 if runner.seeing is None else runner.seeing.cache_bytes
     if runner.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         adapted = runner.adapters is not None  # what their sums need, too
         runner.dummy_step(runner.max_num_seqs, max_num_batched_tokens, WORST_SAMPLING, adapted=adapted)
         for most, drafts in runner.draft_depths:  # more logits than requests, where few may run
             runner.dummy_step(most, most * (1 + drafts), WORST_SAMPLING, drafts)
+        if runner.seeing is not None:
+            runner.seeing.warm_up()
         torch.cuda.synchronize()
         activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
         torch.cuda.empty_cache()
@@ -189,18 +194,19 @@ def plan_memory(
         # the same in every step
         activations += runner.cache.prompt_page_bytes(dtype.itemsize) + runner.cache.scratch_bytes(dtype.itemsize)
         activations += _sent_bytes(runner, max_num_batched_tokens, dtype)
-        available = budget - weights - activations - graphs - other
+        available = budget - weights - activations - graphs - other - pictures
         advice = f"raise --gpu-memory-utilization (now {config.gpu_memory_utilization})"
     else:
         total = budget = machine_bytes() // config.num_ranks
         activations, graphs = step_bytes(runner.model.config, max_num_batched_tokens, runner.max_num_seqs), 0
+        activations += 0 if runner.seeing is None else runner.seeing.step_bytes
         other = row_bytes(runner.max_num_seqs, runner.max_model_len, layout)
         other += runner.cache.scratch_bytes(dtype.itemsize)
         other += 0 if runner.adapters is None else runner.adapters.num_bytes
         # Enough for every request at full length, and as much again to keep prefixes; a small model needs no gigabyte.
         wanted = 2 * runner.max_num_seqs * layout.request_blocks(runner.max_model_len, chunk) * each
         wanted = wanted_bytes(wanted, slot_bytes, config, runner.max_num_seqs) if slot_bytes else wanted
-        available = min(CPU_CACHE_BYTES, wanted, budget - weights - activations - other)
+        available = min(CPU_CACHE_BYTES, wanted, budget - weights - activations - other - pictures)
         advice = "raise --kv-cache-memory-bytes"
     if config.kv_cache_memory_bytes is not None:
         available, each = config.kv_cache_memory_bytes, block_bytes
@@ -226,7 +232,7 @@ def plan_memory(
     other += num_blocks * layout.page_bytes
     plan = _tightest(runner, world or runner.model.place.group, MemoryPlan(
         total, budget, weights, activations, graphs, other, cache, num_blocks, runner.max_model_len, layout,
-        states=states,
+        states=states, pictures=pictures,
     ))  # fmt: skip
     if runner.device.type == "cpu" and plan.needed + plan.cache > plan.budget:
         raise ConfigError(_too_large(config, plan, block_bytes))
@@ -260,7 +266,7 @@ def _tightest(runner: ModelRunner, world: Group, plan: MemoryPlan) -> MemoryPlan
     Blocks are not as large in all stages, so where their number was named, the one that needs most for them."""
     if world.size == 1:
         return plan
-    names = ("num_blocks", "total", "budget", "weights", "activations", "graphs", "other", "cache")
+    names = ("num_blocks", "total", "budget", "weights", "activations", "graphs", "other", "pictures", "cache")
     found = gather(world, runner.device, [getattr(plan, name) for name in names])
     room = [numbers[2] - sum(numbers[3:]) for numbers in found]
     rank = min(range(world.size), key=lambda rank: (found[rank][0], room[rank]))
@@ -288,8 +294,12 @@ def _too_large(config: EngineConfig, plan: MemoryPlan, block_bytes: int) -> str:
         remedy = "lower --max-num-seqs or --max-num-batched-tokens, or take a smaller model"
     return (
         f"{option} does not fit{_at(plan)}: the KV cache would take {gib(plan.cache)}; of {gib(plan.budget)}, weights "
-        f"take {gib(plan.weights)}, a step {gib(plan.activations)} and rows {gib(plan.other)}; {remedy}"
+        f"take {gib(plan.weights)}, a step {gib(plan.activations)} and rows {gib(plan.other)}{_and(plan)}; {remedy}"
     )
+
+
+def _and(plan: MemoryPlan) -> str:
+    return f", the encoder cache {gib(plan.pictures)} (--mm-encoder-cache-tokens)" if plan.pictures else ""
 
 
 def _at(plan: MemoryPlan) -> str:
@@ -332,8 +342,8 @@ def _fit(runner: ModelRunner, config: EngineConfig, advice: str, plan: MemoryPla
     if fits < min(config.block_size, runner.max_model_len):
         raise ConfigError(
             f"no memory is left for the KV cache{_at(plan)}: of {gib(plan.budget)}, weights take {gib(plan.weights)}, "
-            f"a step {gib(plan.activations)}, graphs {gib(plan.graphs)} and others {gib(plan.other)}; {advice}, or "
-            f"lower --max-num-batched-tokens or --max-num-seqs"
+            f"a step {gib(plan.activations)}, graphs {gib(plan.graphs)} and others {gib(plan.other)}{_and(plan)}; "
+            f"{advice}, or lower --max-num-batched-tokens or --max-num-seqs"
         )
     if fits >= runner.max_model_len:
         return plan

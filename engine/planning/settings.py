@@ -66,6 +66,8 @@ class Settings(SchedulerConfig):
     enforce_eager: bool
     max_logprobs: int
     lora_dtype: torch.dtype
+    mm_encoder_cache_tokens: int  # 0: the model sees nothing
+    largest_picture: int = 0  # patches of it
     reduced: tuple[str, ...] = ()  # options that became less than the model or the device would allow
     notices: tuple[str, ...] = ()  # for the log
 
@@ -164,6 +166,7 @@ class Fitted(Settings):
                 "other": plan.other,
                 "kv_cache": plan.cache,
                 **({"states": plan.state_bytes} if plan.states is not None else {}),
+                **({"encoder_cache": plan.pictures} if plan.pictures else {}),
             },
             "kv_cache": {
                 "dtype": self.kv_cache_dtype,
@@ -185,8 +188,11 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Settings:
-    """Raises ConfigError for options that contradict the model or each other."""
+def resolve(
+    config: EngineConfig, model: ModelConfig, machine: Machine, largest: tuple[int, int] = (0, 0)
+) -> Settings:  # fmt: skip
+    """`largest`: patches and tokens of the largest picture that the model takes. Raises ConfigError for options that
+    contradict the model or each other."""
     device = machine.device
     mixture = any(isinstance(layer.mlp, MoESpec) for layer in model.layers)
     stages = config.pipeline_parallel_size
@@ -239,12 +245,34 @@ def resolve(config: EngineConfig, model: ModelConfig, machine: Machine) -> Setti
         "max_drafts": max((drafts for _, drafts in speculation.depths), default=0),
         "drafts_with_grammars": not speculation.acceptance,
         "depth": stages + 1 if stages > 1 else steps_in_flight(device),
+        **pictures(config, model, largest),
         "reduced": reduced,
         "notices": notices,
     }
     if not model.causal:
         found |= whole_texts(config, length, machine.device.type)
     return Settings(**(asked | found))
+
+
+ENCODER_CACHE_TOKENS = 16_384
+
+
+def pictures(config: EngineConfig, model: ModelConfig, largest: tuple[int, int]) -> dict[str, Any]:
+    """Settings of a model that sees pictures, the largest of which has so many patches and tokens."""
+    vision = model.vision
+    if vision is None or not model.causal:
+        return {"mm_encoder_cache_tokens": 0}
+    patches, tokens = largest
+    kept = config.mm_encoder_cache_tokens or max(ENCODER_CACHE_TOKENS, tokens)
+    return {
+        "mm_encoder_cache_tokens": kept,
+        "encoder_cache_tokens": kept,
+        "largest_picture": patches,
+        "media_tokens": (vision.image_token, -1 if vision.video_token is None else vision.video_token),
+        "media_merge": vision.merge,
+        "media_axes": vision.mrope is not None,
+        "media_whole": bool(vision.bidirectional),
+    }
 
 
 def steps_in_flight(device: torch.device) -> int:

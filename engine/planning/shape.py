@@ -165,7 +165,8 @@ def kept_weights(model: ModelConfig, dtype: torch.dtype, codes: bool = True) -> 
         return Weights(dtype.itemsize, numbers, numbers)
     counted = {False: [0, 0.0, 0], True: [0, 0.0, 0]}  # of layers, of experts: weights, bytes, weights in FP8
     mixed = orders_experts(model, True)
-    for path, (holder, part) in make_model(model, Placement(dtype, torch.device("meta")), 1).weight_map().items():
+    text = make_model(replace(model, vision=None), Placement(dtype, torch.device("meta")), 1)
+    for path, (holder, part) in text.weight_map().items():
         for rows, columns in _matrices(holder, part):
             of_experts, format = isinstance(holder, Experts), scheme.format(path, None)
             size = rows * columns

@@ -1,6 +1,8 @@
 """Who computes how many tokens in which step, and which blocks they have. Without torch.
 
 block_pool: blocks of the KV cache as plain integers
+encoder_cache: which features of pictures the device keeps, which of them a step computes, and how far prompts may go
+    without
 fair_queue: who waits, and who of them is next
 kv_cache: which blocks of the KV cache belong to which request, and which prefixes the cache still holds
 kv_events: what the prefix cache gains and loses, told to routers outside, once more to who has missed some

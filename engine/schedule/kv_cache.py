@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from hashlib import sha256
 from itertools import cycle, groupby
 
 from ..cache.kv_layout import longest_request
 from ..errors import require
+from ..link.media import MediaItem
 from ..options.config import SchedulerConfig
 from .block_pool import NULL_BLOCK, BlockPool
+from .encoder_cache import EncoderCache, media_keys
 from .kv_events import KVEvents
 from .kv_group import KVGroup, kv_groups
 from .request import Request
@@ -40,6 +42,7 @@ class KVCacheManager:
         self.groups = kv_groups(config, self.pool)
         self.num_groups = len(self.groups)
         self.state = StateGroup(config) if config.num_state_slots else None  # of layers that keep no tokens
+        self.encoder = EncoderCache(config) if config.encoder_cache_tokens else None  # of features of pictures
         # Of one request alone.
         self.max_tokens = longest_request(config.windows, config.num_blocks, chunk, size, config.max_model_len)
         self.tables: dict[int, BlockTable] = {}  # by request id
@@ -69,6 +72,14 @@ class KVCacheManager:
         sizes = f"{request.num_tokens} tokens do not fit the KV cache, which holds {self.max_tokens} in all"
         return f"{sizes}: shorten the request, or raise --gpu-memory-utilization or --kv-cache-memory-bytes"
 
+    def media_problem(self, token_ids: Sequence[int], media: Sequence[MediaItem]) -> str | None:
+        """Why a request cannot have these pictures; None: it can, or there are none."""
+        if not media:
+            return None
+        if self.encoder is None:
+            return "this engine reads no pictures: leave them out"
+        return self.encoder.problem(token_ids, media)
+
     def extend_hashes(self, request: Request) -> None:
         """Hash the blocks that have filled since the last call: SHA-256 of (parent, int32 token ids, extra keys).
 
@@ -82,7 +93,7 @@ class KVCacheManager:
         if sys.byteorder == "big":
             ids.byteswap()
         data, stride = ids.tobytes(), size * ids.itemsize
-        parent, extras = hashes[-1] if hashes else self.seed, extra_keys(request)
+        parent, extras = hashes[-1] if hashes else self.seed, extra_keys(request, size, start, end)
         for offset in range(0, len(data), stride):
             content = parent + data[offset : offset + stride]
             if extras:
@@ -108,6 +119,9 @@ class KVCacheManager:
         num_tokens = len(request.token_ids)
         # At least one token is computed: its logits are needed.
         hits = self._match(request, (num_tokens - 1) // size if read else 0)
+        if self.encoder is not None and request.media:
+            while (length := self.encoder.outside(request, len(hits[0]) * size) // size) < len(hits[0]):
+                hits = self._match(request, length)
         junction = len(hits[0]) * size
         if state is not None:
             while (length := state.match(request.block_hashes[: len(hits[0])])) < len(hits[0]):
@@ -117,6 +131,8 @@ class KVCacheManager:
         num_hits = len(hits[0])
         remaining = num_tokens - num_hits * size
         num_new = min(remaining, budget)
+        if self.encoder is not None and num_hits * size < request.media_end:
+            num_new = self.encoder.reach(request, num_hits * size, num_new)
         if state is not None:
             num_new = state.cut(num_hits * size, num_new, num_tokens, junction - junction % state.grain)
         if not num_new or num_new < remaining <= whole:
@@ -148,6 +164,8 @@ class KVCacheManager:
         """Tokens that a step computes of a running request, at most `most`."""
         computed, target = request.num_computed_tokens, request.target
         num_new = min(target - computed, most)
+        if self.encoder is not None and computed < request.media_end:
+            num_new = self.encoder.reach(request, computed, num_new)
         if self.state is None:
             return num_new
         return self.state.cut(computed, num_new, target, self.state.held[request.id].junction)
@@ -228,13 +246,17 @@ class KVCacheManager:
                     self.pool.revoke(block)
         if self.state is not None:
             self.state.distrust(request)
+        if self.encoder is not None:
+            self.encoder.distrust(request)
 
     def free(self, request: Request) -> None:
-        """Give up all blocks of a request, its tail first, and its slot."""
+        """Give up all blocks of a request, its tail first, its slot and its pictures."""
         for blocks in self.tables.pop(request.id).groups:
             self.pool.release(reversed(blocks))
         if self.state is not None:
             self.state.free(request)
+        if self.encoder is not None:
+            self.encoder.free(request)
 
     def check_invariants(self, running: Mapping[int, Request], thorough: bool) -> None:
         """Raises InvariantError unless the running requests, and only these, hold blocks.
@@ -245,6 +267,8 @@ class KVCacheManager:
         require(self.tables.keys() == running.keys(), "tables of requests that do not run, or none for one")
         if not running:
             require(self.num_free_blocks == self.pool.num_blocks - 1, "nothing runs, but blocks are referenced")
+        if self.encoder is not None:
+            self.encoder.check_invariants(running)
         if not thorough:
             return
         self.pool.check_invariants()
@@ -291,12 +315,16 @@ class KVCacheManager:
         raise AssertionError("no group")
 
 
-def extra_keys(request: Request) -> dict[int, tuple[bytes, ...]]:
-    """What tells blocks apart beside their tokens, by the index of the block from which on it does: the chain carries
-    it on. So far the cache salt and the adapter, by the id of its load, from the first block on."""
+def extra_keys(request: Request, block_size: int, start: int, end: int) -> dict[int, tuple[bytes, ...]]:
+    """What tells the blocks from `start` to `end` apart beside their tokens, by the index of the block from which on it
+    does: the chain carries it on. The cache salt and the adapter, by the id of its load, from the first block on;
+    pictures in every block that has some of their tokens."""
+    found = media_keys(request, block_size, start, end) if start * block_size < request.media_end else {}
     extras: tuple[bytes, ...] = ()
     if request.cache_salt is not None:
         extras = (b"salt" + request.cache_salt.encode("utf-8", "surrogatepass"),)
     if request.adapter:
         extras += (b"adapter" + request.adapter.to_bytes(8, "little"),)
-    return {0: extras} if extras else {}
+    if extras and not start:
+        found[0] = extras + found.get(0, ())
+    return found

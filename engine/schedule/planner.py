@@ -48,7 +48,10 @@ class Planner:
     def fill(self, step: Step) -> None:
         """Requests and their tokens into the step, blocks for them, and those without a block back to the queue."""
         num_preemptions = self.num_preemptions
-        self._schedule_prefills(step, self._schedule_decodes(step))
+        prefills = self._schedule_decodes(step)
+        if self.kv.encoder is not None:
+            self.kv.encoder.begin(beside_decodes=bool(step.scheduled))
+        self._schedule_prefills(step, prefills)
         # Only now, when no request of this step can be preempted any more; and before the look-ups of admission, which
         # may hit blocks of this very step: in every layer, the whole batch writes its KV before it attends.
         for request in step.filled:
@@ -65,7 +68,7 @@ class Planner:
         block_size, stop, scheduled = self.config.block_size, self.stop, step.scheduled
         step.num_drafts = most = self.drafting.depth(len(self.roster.running)) if self.drafting is not None else 0
         pooling = self.prompt_results.pooling
-        constrained = self.roster.num_constrained > 0
+        constrained, sees = self.roster.num_constrained > 0, self.kv.encoder is not None
         prefills = []
         running = list(self.roster.running.values())
         if self.config.pipeline_parallel_size > 1:
@@ -73,7 +76,7 @@ class Planner:
         for request in running:
             computed = request.num_computed_tokens
             total = len(request.token_ids) + request.num_in_flight_tokens
-            if total - computed != 1:
+            if total - computed != 1 or (sees and computed < request.media_end):
                 prefills.append(request)
                 continue
             if (
@@ -171,12 +174,13 @@ class Planner:
                 room = max(room, min(grain, step.budget))
                 step.limit, step.budget = step.limit - step.budget + room, room
             num_new = self.kv.chunk(request, min(step.budget, most))
-            if not num_new:
-                continue
-            if self._grow(step, request, request.num_computed_tokens + num_new):
+            if num_new and self._grow(step, request, request.num_computed_tokens + num_new):
                 step.filled.append(request)
                 step.scheduled[request] = num_new
                 step.budget -= num_new
+                self._see(step, request)
+            if request.media and request.status is RUNNING:
+                step.promised += self.kv.num_blocks_missing(request)
 
     def _admit(self, step: Step) -> None:
         """Pass 3: the waiting queue, strictly in turn unless `sharing` says otherwise; who does not fit holds up those
@@ -188,12 +192,13 @@ class Planner:
         whole = 0 if self.config.enable_chunked_prefill else self.config.max_num_batched_tokens
         roster, sharing = self.roster, self.sharing
         now = time.monotonic() if roster.waiting else 0.0
-        queue, most, promised = roster.waiting.in_turn(), step.budget, 0
+        queue = roster.waiting.in_turn()
         if self.adapters is not None:
             self.adapters.begin_pass()
         if sharing is not None and roster.waiting:
             sharing.count(roster.running.values(), step, self.kv)
         while roster.waiting and roster.free_rows and step.budget:
+            most, promised = step.budget, step.promised
             if sharing is not None:
                 most, promised = sharing.chunk, sharing.promised
             if (entry := self._next(queue)) is None:
@@ -216,10 +221,19 @@ class Planner:
             step.appended[request] = len(self.kv.tables[request.id].groups[0])
             step.scheduled[request] = num_new
             step.budget -= num_new
+            self._see(step, request)
+            if request.media:
+                step.promised += self.kv.num_blocks_missing(request)
             self.kv.register(request, request.num_computed_tokens + num_new, step.registered)
             self._export(step, [request])
             if sharing is not None:
                 sharing.note(request, request.num_computed_tokens + num_new, self.kv)
+
+    def _see(self, step: Step, request: Request) -> None:
+        """What the tokens of it that the step computes need of its pictures."""
+        if self.kv.encoder is not None and request.num_computed_tokens < request.media_end:
+            self.kv.encoder.take(request, step.scheduled[request])
+            step.seeing.add(request)
 
     def _export(self, step: Step, requests: Iterable[Request]) -> None:
         """Snapshots of the recurrent states that these requests pass in this step, which none of them can be preempted
@@ -269,6 +283,7 @@ class Planner:
         """Back to the queue; what this step had planned for it is handed back. Samples in flight will be kept."""
         step.budget += step.scheduled.pop(victim, 0)
         step.appended.pop(victim, None)
+        step.seeing.discard(victim)
         self.requeue(victim)
         victim.num_preemptions += 1
         self.num_preemptions += 1

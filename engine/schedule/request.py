@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, InitVar, dataclass, field
 
 from ..grammar.guide import Guide
+from ..link.media import MediaItem
 from ..link.plan import TokenLogprobs
 from ..link.sampling_params import SamplingParams
 
@@ -48,6 +49,7 @@ class Request:
     cache_salt: str | None = None
     arrival: float = 0.0
     tenant: int = 0  # among whom the queue is shared
+    media: tuple[MediaItem, ...] = ()  # the pictures of its prompt, in their order
     grammar: Guide | None = None  # has accepted the outputs in `token_ids`
     token_ids: array[int] = field(init=False)  # the prompt, then every output whose value has reached the host
     block_hashes: list[bytes] = field(init=False)  # of its full blocks, chained
@@ -55,6 +57,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     ends: tuple[int, ...] = field(init=False)  # tokens that end it, from min_tokens on
     longest: int = field(init=False)  # tokens with which it ends at last
+    media_end: int = field(init=False)  # tokens up to the end of its last picture; 0: it has none
     # Of prompt tokens 1 …, as they arrive; None where nobody asked, or once they have been sent.
     prompt_logprobs: list[TokenLogprobs] | None = field(init=False)
     first_scheduled: float | None = None  # time.monotonic()
@@ -82,6 +85,7 @@ class Request:
         self.num_prompt_tokens, sampling = len(self.token_ids), self.sampling
         self.ends = sampling.stop_token_ids + (() if sampling.ignore_eos else sampling.eos_token_ids)
         self.longest = self.num_prompt_tokens + sampling.max_tokens
+        self.media_end = self.media[-1].start + self.media[-1].length if self.media else 0
         self.prompt_logprobs = None if sampling.prompt_logprobs is None else []
 
     def own_prompt(self) -> None:

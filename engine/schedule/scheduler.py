@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -151,6 +151,8 @@ class Scheduler:
         for planned in step.scheduled:
             planned.num_in_flight_steps -= 1
         outputs, self._undelivered = self._undelivered, []
+        if result.unseen:
+            outputs += self._blind(result.unseen)
         if step.scored:
             self.prompt_results.take_scores(step.scored, result)
         for pooled, embedding in zip(step.pooled, result.embeddings, strict=True):
@@ -251,6 +253,18 @@ class Scheduler:
         self.kv.distrust(request)
         self.num_corrupted_requests += 1
 
+    def _blind(self, unseen: Mapping[int, str]) -> list[RequestOutput]:
+        """The tower has raised for these entries of features: their requests end, and what they cached is worthless."""
+        assert self.kv.encoder is not None
+        outputs = []
+        for number, message in unseen.items():
+            keys = self.kv.encoder.lose({number})
+            for request in self.roster.find(self.roster.entries):
+                if request.media and self.kv.encoder.needs(request, keys):
+                    self._distrust(request)
+                    outputs.append(self._finish(request, FinishReason.ERROR, error=message))
+        return outputs
+
     def fail(self, step: int, message: str) -> list[RequestOutput]:
         """A step in flight raised: its requests end with this error.
 
@@ -275,6 +289,12 @@ class Scheduler:
         for request in failed.scheduled:
             if not request.finished:
                 outputs.append(self._finish(request, FinishReason.ERROR, error=message))
+        if self.kv.encoder is not None:
+            self.kv.encoder.forgotten += failed.forgotten  # which the device may not have heard of
+            keys = self.kv.encoder.lose({encode.entry for encode in failed.encode})
+            for request in {request for planned in later for request in planned.scheduled if request.media}:
+                if not request.finished and self.kv.encoder.needs(request, keys):
+                    outputs.append(self._finish(request, FinishReason.ERROR, error=message))
         lost = {copy.id for copy in failed.adapters}  # their slots may hold anything
         for planned in later:
             for request in planned.scheduled:
@@ -328,6 +348,7 @@ class Scheduler:
         """State after the last `update`; the seconds are the caller's to measure."""
         drafts = self.planner.drafting.counts() if self.planner.drafting else {}
         state = self.kv.state.counts() if self.kv.state is not None else {}
+        state |= self.kv.encoder.counts() if self.kv.encoder is not None else {}
         # Who has come since the last plan may find a place in the next one: a burst would be told of a full queue.
         num_waiting = min(self.planner.num_left, len(self.roster.waiting))
         return EngineStats(

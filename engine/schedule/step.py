@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..link.plan import AdapterCopy, BlockWrite, NewRow, StateExport, StepPlan
+from ..link.plan import AdapterCopy, AxisPositions, BlockWrite, Embed, Encode, NewRow, StateExport, StepPlan
+from ..vision.positions import rope_delta
 from .kv_cache import KVCacheManager
 from .request import Request
 from .roster import row_of
@@ -36,6 +37,12 @@ class Step:
     pooled: list[Request | None] = field(default_factory=list)  # whose prompts end here; None: to be thrown away
     adapters: list[AdapterCopy] = field(default_factory=list)  # that get a slot with this step
     exports: list[StateExport] = field(default_factory=list)  # snapshots that it writes
+    seeing: set[Request] = field(default_factory=set)  # that begin within or before a picture of theirs
+    promised: int = 0  # blocks that prompts which wait for features still need
+    forgotten: list[int] = field(default_factory=list)  # entries of features that the device forgets with it
+    encode: list[Encode] = field(default_factory=list)  # pictures whose features it makes
+    embeds: list[Embed] = field(default_factory=list)
+    axes: list[AxisPositions] = field(default_factory=list)
     constrained: bool = False  # a grammar limits what some row samples
     told: list[Request] = field(default_factory=list)  # whose drafts for the step to come its result brings
 
@@ -62,7 +69,8 @@ class Step:
         new_rows = [
             NewRow(
                 row_of(r), r.id, r.token_ids.tobytes(), r.num_prompt_tokens, r.num_computed_tokens, r.sampling, r.slot,
-                *(kv.state.hand_over(r) if kv.state is not None else ()),
+                *(kv.state.hand_over(r) if kv.state is not None else (-1, -1)),
+                rope_delta(r.media, kv.encoder.merge) if r.media and kv.encoder and kv.encoder.three_axes else 0,
             )
             for r in self.admitted
         ]  # fmt: skip
@@ -77,6 +85,8 @@ class Step:
         pooling = prompts.pooling
         for index, request in enumerate(batch):
             num_new, computed = scheduled[request], request.num_computed_tokens
+            if self.seeing and request in self.seeing:
+                self._see(kv, request, index, computed, num_new)
             rows.append(request.row)
             num_tokens.append(num_new)
             num_computed.append(computed)
@@ -99,12 +109,22 @@ class Step:
             )
             if drafts:
                 told = self._tell()
+        if kv.encoder is not None and rows:
+            self.forgotten, self.encode = kv.encoder.hand_over()
         gone = prompts.left() if prompts and rows else []  # others do not see a plan without rows
         scored, pooled = prompts.plan(batch, num_computed, self.scored, self.pooled) if prompts else ([], [])
         return StepPlan(
             self.index, rows, num_tokens, num_computed, sampled, num_decodes, new_rows, new_blocks, scored, pooled,
-            self.num_drafts, self.adapters, told, gone, self.exports,
+            self.num_drafts, self.adapters, told, gone, self.exports, self.forgotten, self.encode,
+            self.embeds, self.axes,
         )  # fmt: skip
+
+    def _see(self, kv: KVCacheManager, request: Request, index: int, computed: int, num_new: int) -> None:
+        """What stands for tokens of pictures among those that row `index` of the plan computes."""
+        assert kv.encoder is not None
+        self.embeds += kv.encoder.embeds(request, index, computed, num_new)
+        if (axes := kv.encoder.axes(request, index, computed, num_new)) is not None:
+            self.axes.append(axes)
 
     def _drafting(self) -> list[Request]:
         """Who computes more tokens than there are."""

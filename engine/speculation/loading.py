@@ -85,7 +85,7 @@ def _find(folder: Path, settings: Speculation, target: ModelConfig) -> Draft:
     if found != "draft_model":
         head = read_head(folder, headers, found, target, settings.quantization)
         return Draft(folder, settings, head, {name: headers[name] for name in headers.keys() - {"d2t", "t2d"}})
-    config = read_folder(folder, quantization=settings.quantization)
+    config = replace(read_folder(folder, quantization=settings.quantization), vision=None)
     check_draft_model(folder, config, target)
     settings = replace(settings, max_model_len=settings.max_model_len or config.max_model_len)
     return Draft(folder, settings, config, headers)

@@ -131,7 +131,8 @@ class ModelDrafter:
         network, positions = self.network, batch.positions
         # What its layers share of a step is made here, not where the target has it or has not: a CUDA graph of the
         # drafts records how it is made.
-        attention = replace(batch.attention, expanded=None)  # whose workspace was made for the target
+        # The workspace was made for the target, which alone knows of pictures: drafts are checked whatever they are.
+        attention = replace(batch.attention, expanded=None, pictures=None, cos_sin=None)
         num_tokens = len(positions)
         last = (query_start[:-1] + known - first - 1).clamp(0, num_tokens - 1)
         if not network.shifted:

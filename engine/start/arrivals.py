@@ -60,7 +60,9 @@ class Arrivals:
         ids = range(message.id, message.id + message.n)
         try:
             prompt = SharedPrompt(unpack_tokens(message.prompt))
-            error = self._problem(prompt.token_ids, message.sampling)
+            error = self._problem(prompt.token_ids, message.sampling) or self._scheduler.kv.media_problem(
+                prompt.token_ids, message.media
+            )
         except Exception as failure:
             error = f"{type(failure).__name__}: {failure}"
         if error is not None:
@@ -70,7 +72,7 @@ class Arrivals:
             request = Request(
                 id, prompt, message.sampling.of_choice(choice),
                 priority=message.priority, cache_salt=message.cache_salt, arrival=message.arrival,
-                tenant=message.tenant,
+                tenant=message.tenant, media=message.media,
             )  # fmt: skip
             yield self._queue(request)
 

@@ -29,7 +29,11 @@ class Engine:
         """`before_memory`: see Rank."""
         self.rank = rank = Rank(config, report, before_memory, seat)
         self.settings = settings = rank.settings
-        fields = {"experts": rank.experts, **served(rank.model.config)}
+        fields = {
+            "experts": rank.experts,
+            "sees_pictures": settings.encoder_cache_tokens > 0,
+            **served(rank.model.config),
+        }
         if rank.runner.device.type == "cuda" and config.fits_cache:
             more = more_cards(rank.model.config, config, settings.plan.weights, settings.plan.cache)
             fields["more_cards"] = (more.option, more.size, more.times)

@@ -68,7 +68,8 @@ UNRELATED = (
     "model", "seed", "load_format", "revision", "download_dir", "backlog_steps", "kv_events_config",
     "prefix_cache_seed", "cpu_threads", "data_parallel_size", "distributed_executor_backend", "nnodes", "node_rank",
     "master_addr", "master_port", "host_ip", "cluster_secret", "distributed_timeout_seconds",
-    "ray_workers_use_nsight", "language_model_only",
+    "ray_workers_use_nsight", "language_model_only", "mm_processor_kwargs",
+    "mm_encoder_cache_tokens",
 )  # fmt: skip
 
 MAX_HELPERS = 8

@@ -40,6 +40,7 @@ from ..speculation.model_drafter import ModelDrafter
 from ..step.encoder_runner import EncoderRunner
 from ..step.graphs import StepGraphs
 from ..step.runner import ModelRunner
+from ..vision.processors import read_processor
 from ..weights.loader import load_model, whole_of
 from .described import describe, describe_experts, experts_log_line, log_line
 from .warm_steps import GREEDY, adapter_prompts, adapter_steps, draft_steps, prompt_steps, warm_up_steps
@@ -107,7 +108,7 @@ class Rank:
             logger.info("%s", foreign.log_line(config.model_impl))
         for line in described.log_lines(config.language_model_only):
             logger.info("%s", line)
-        self._settings = settings = resolve(config, described, machine)
+        self._settings = settings = resolve(config, described, machine, largest_picture(path, described, config))
         _warn(settings.notices)
         if limits := step_limits(config, settings):
             logger.info("%s", limits)
@@ -222,6 +223,14 @@ def _choose_device(config: EngineConfig, card: int) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def largest_picture(path: Path, described: ModelConfig, config: EngineConfig) -> tuple[int, int]:
+    """Patches and tokens of the largest one that the model takes. Raises ConfigError, ModelError."""
+    if described.vision is None:
+        return 0, 0
+    processor = read_processor(path, described.vision, config.processor_kwargs)
+    return processor.max_patches, processor.max_tokens
+
+
 def load(
     path: Path,
     model_config: ModelConfig,
@@ -256,11 +265,14 @@ def make_runner(
             )
     if settings.device.type == "cpu":
         check_rows(model, weight_bytes(model, drafter), settings)
-    return ModelRunner(
+    runner = ModelRunner(
         model, max_num_seqs=settings.max_num_seqs, max_model_len=settings.max_model_len,
         block_size=settings.block_size, device=settings.device, kv_format=kv_format,
         speculation=settings.speculation, model_drafter=drafter, state_dtype=settings.state_dtype,
     )  # fmt: skip
+    if runner.seeing is not None:
+        runner.seeing.reserve(settings.encoder_cache_tokens, settings.largest_picture)
+    return runner
 
 
 def take_memory(
@@ -308,6 +320,8 @@ def warm_up(runner: ModelRunner | EncoderRunner, settings: Settings, world: Grou
         seconds += [result.device_seconds] if step[1] == largest else []
     for drafts in draft_steps(settings.draft_depths, settings.max_num_seqs):
         runner.dummy_step(*drafts)
+    if runner.seeing is not None:
+        runner.seeing.warm_up()
     if runner.adapters is not None:
         more = union(world, runner.device, adapter_prompts(runner))
         for num_seqs, num_tokens in adapter_steps(settings.max_num_seqs, largest, more):

@@ -12,4 +12,5 @@ relay: what a stage of a pipeline has beside its layers
 runner: the runner owns the device
 sampled: what becomes of sampled tokens, on the device and on their way to the host
 sampler: from logits to tokens, on the device
+seeing: what a step with pictures has beside others: features, where they go, positions that have three axes
 """

@@ -13,10 +13,10 @@ from torch import Tensor
 
 from ..cache.kv_layout import KVLayout
 from ..families.layer_spec import KVSpec
+from ..layers.packed import Packed
 from ..link.plan import NewRow, StepPlan, StepResult
 from ..link.sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
 from ..models.encoder import Encoder
-from ..models.packed import Packed
 from .compilations import LateCompilations
 from .mask import TokenMask
 from .prompt_results import Pooled

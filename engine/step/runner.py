@@ -33,6 +33,7 @@ from .prompt_results import Pooler, PromptScorer
 from .relay import Relay
 from .sampled import Launched, Pending, SampledTokens
 from .sampler import Sampler, Samples
+from .seeing import Seeing
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -78,6 +79,7 @@ class ModelRunner:
         if model_drafter is not None:
             model_drafter.prepare(most_drafting_rows(self.draft_depths), block_size, device)
         self.graphs: StepGraphs | None = None
+        self.seeing = Seeing.of(model, device)
         self.adapters: AdapterTables | None = None
         self.adapter_graphs: StepGraphs | None = None  # of steps with adapters
         self.num_graph_misses = 0
@@ -114,6 +116,7 @@ class ModelRunner:
         self.tables = RowTables(
             self.max_num_seqs, max_model_len, max_blocks, len(self.layout.groups), self.device, self.block_size,
             self.layout.history_group, self.num_drafts, self.cache.states is not None,
+            self.seeing is not None and self.seeing.axes is not None,
         )  # fmt: skip
         self.builder = BatchBuilder(self.tables, self.block_size, self.workspace)
         self.builder.thresholds = thresholds(self.acceptance, self.device) if self.acceptance else None
@@ -134,6 +137,7 @@ class ModelRunner:
         builder, relay = self.builder, self.relay
         self.sampled.settle(plan)
         builder.write_rows(plan)
+        seeing = self.seeing if self.seeing is not None and self.seeing.begin(plan) else None
         num_sampled, num_wanted = plan.num_samples, plan.num_samples + len(plan.pooled)
         self.pooler.forget(plan.left)
         wants_all = bool(plan.scored) or self.pooler.needs_all(plan)
@@ -141,7 +145,7 @@ class ModelRunner:
         graphs = self.graphs  # None until they are captured: what warms up misses none
         if graphs is not None and adapters is not None:
             graphs = self.adapter_graphs
-        graph = graphs.find(plan) if graphs is not None and not wants_all else None
+        graph = graphs.find(plan) if graphs is not None and not wants_all and seeing is None else None
         expanded = None  # latents of prompts: not in a graph, for how long contexts are, the host has to know
         if self.latent_prompts is not None and self.latent_prompts.expands(plan, graph is not None):
             graph, expanded = None, self.latent_prompts
@@ -168,6 +172,8 @@ class ModelRunner:
             batch = builder.gather(header, shape, beside=plan.step < 0)
             if expanded is not None:
                 batch.attention.expanded = expanded.prompts(plan, batch.attention.prompts, self.max_model_len)
+            if seeing is not None:
+                seeing.place(plan, batch)
             if relay is not None:
                 relay.take_in(shape.tokens)
             wanted = header[WANTED, : max(1, num_wanted)]  # at least one, or kernels would meet products of no row
@@ -176,7 +182,8 @@ class ModelRunner:
                 hidden = every.index_select(0, wanted)
             else:
                 hidden = self.forward(batch, wanted)
-                self.num_graph_misses += graphs is not None and expanded is None and graphs.table.expects(plan)
+                if graphs is not None and expanded is None and seeing is None:
+                    self.num_graph_misses += graphs.table.expects(plan)
         samples = builder.samples(plan, header, host, batch)
         if not self.is_last:
             assert relay is not None
@@ -212,11 +219,11 @@ class ModelRunner:
         outputs += samples.logprobs or ()
         outputs += scores.tensors if scores is not None else ()
         load, counter = self._expert_load(), self._counter
+        unseen = {} if self.seeing is None else self.seeing.take_unseen()
+        of_step = plan, samples, drafts, scores, pooled, step.started
         if self.copy_stream is None:
             experts = None if load is None else load.clone()
-            return Pending(
-                plan, outputs, samples, drafts, scores, pooled, step.started, experts=experts, counter=counter
-            )  # fmt: skip
+            return Pending(*of_step, outputs, experts=experts, counter=counter, unseen=unseen)
         end = self._record()
         assert step.event is not None and end is not None
         with torch.cuda.stream(self.copy_stream):
@@ -225,10 +232,7 @@ class ModelRunner:
             experts = None if load is None else load.to("cpu", non_blocking=True)  # while later steps add to it
             copied = torch.cuda.Event(blocking=True)
             copied.record(self.copy_stream)
-        events = step.event, end, copied
-        return Pending(
-            plan, host, samples, drafts, scores, pooled, step.started, events, outputs, experts, counter
-        )  # fmt: skip
+        return Pending(*of_step, host, (step.event, end, copied), outputs, experts, counter, unseen)
 
     def _expert_load(self) -> Tensor | None:
         """Where it is time to read it."""
@@ -279,11 +283,11 @@ class ModelRunner:
         if self.adapters is not None and self.adapters.step.tokens is not None:
             late, wanted = wanted, None  # the tiles of adapters are of all tokens, in the last layer too
         if self.relay is None:
-            hidden = self.model(batch.input_ids, batch.positions, batch.attention, wanted=wanted)
+            hidden = self.model(batch.input_ids, batch.rope_positions, batch.attention, wanted=wanted)
         else:
             residual = self.relay.residual(len(batch.input_ids))
             embeddings = None if self.relay.stage.is_first else residual
-            hidden = self.model(batch.input_ids, batch.positions, batch.attention, embeddings, wanted)
+            hidden = self.model(batch.input_ids, batch.rope_positions, batch.attention, embeddings, wanted)
             if not self.is_last:
                 return residual.copy_(hidden)
         self.builder.folded(batch)
@@ -352,11 +356,8 @@ class ModelRunner:
             if self.is_last:
                 self.model.logits(hidden[:count])
         self.graphs = graphs
-        logger.info(
-            "%d CUDA graphs took %.2f GiB",
-            sum(len(one.shapes()) for one in every),
-            (before - torch.cuda.mem_get_info()[0]) / 2**30,
-        )
+        taken = (before - torch.cuda.mem_get_info()[0]) / 2**30
+        logger.info("%d CUDA graphs took %.2f GiB", sum(len(one.shapes()) for one in every), taken)
 
     @property
     def num_late_compilations(self) -> int:

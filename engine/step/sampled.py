@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 import numpy as np
@@ -38,16 +38,17 @@ class Pending:
     """A step on its way. The device tensors are held until the copies out of them have been made."""
 
     plan: StepPlan
-    host: list[Tensor]
     samples: Samples
     drafts: Drafts
     scores: PromptScores | None
     pooled: Pooled | None
     started: float
+    host: list[Tensor]
     events: tuple[torch.cuda.Event, torch.cuda.Event, torch.cuda.Event] | None = None  # start, end, copied
     held: list[Tensor] | None = None
     experts: Tensor | None = None  # ExpertLoad.counts, on the host
     counter: ExpertCounter | None = None
+    unseen: dict[int, str] = field(default_factory=dict)  # see StepResult
 
     def wait(self) -> StepResult:
         """Blocks (without the GIL) until the step is over. May be called on any thread."""
@@ -76,7 +77,7 @@ class Pending:
             for j, i in enumerate(self.samples.logprob_rows):
                 logprobs[i] = TokenLogprobs(values[j], ranks[j], ids[j], tops[j])
         scores = self.scores.lists(*host) if self.scores is not None else []
-        result = StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings)
+        result = StepResult(self.plan.step, tokens, logprobs, errors, seconds, scores, embeddings, unseen=self.unseen)
         if self.experts is not None and self.counter is not None:
             tokens_of_experts, imbalance = self.counter.take(self.experts)
             result = msgspec.structs.replace(

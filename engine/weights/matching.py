@@ -11,12 +11,14 @@ from ..files.checkpoint import Checkpoint
 from ..foreign.modules import Plain
 from ..layers.delta import Vectors
 from ..layers.head import Projection
+from ..layers.linear import TowerLinear
 from ..layers.norm import Norm
 from ..models.model import Loadable
 from ..quant.format import FLOATS, Format, TensorInfo, named
 from ..quant.online import ROUTERS
 from ..quant.scheme import check_claims
 from ..quant.weights import WeightHolder
+from ..vision.tower import PatchProduct
 
 # Scales of a quantised cache and of attention's inputs, under all of the names that they have had: no module's tensors.
 _CACHE_SCALE = re.compile(r"\.(q|k|v|kv|prob|prob_output|output)_(scale|zero_point)$")
@@ -52,7 +54,9 @@ def choose_formats(model: Loadable, stored: dict[str, dict[str, TensorInfo]] | N
         holders[id(holder)] = holder
         chosen = formats.setdefault(id(holder), {})
         # No format quantises these.
-        plain = isinstance(holder, (Norm, Plain, Vectors)) or (stored is None and named(path, ROUTERS))
+        plain = isinstance(holder, (Norm, Plain, Vectors, PatchProduct)) or (stored is None and named(path, ROUTERS))
+        if isinstance(holder, TowerLinear):  # unless the files have codes of it
+            plain = stored is None or all(tensor.dtype in FLOATS for tensor in stored[path].values())
         if scheme is not None and not plain:
             described = None if stored is None else {name: (t.dtype, t.shape) for name, t in stored[path].items()}
             if (format := scheme.format(path, described)) is not None:

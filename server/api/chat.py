@@ -131,8 +131,9 @@ class ChatCompletionBatch(ChatCompletion):
         found = []
         for conversation in self.body.messages:
             alone = self.body.model_copy(update={"messages": conversation})
-            _, token_ids = await chat_tokens(self.request, alone, fits=fits)
-            found.append(token_ids)
+            prompt = await chat_tokens(self.request, alone, fits=fits)
+            found.append(prompt.token_ids)
+            self.media.append(prompt.media)
         return found
 
     def whole(self, generation: Generation, answers: Sequence[Answer], head: Head) -> dict[str, Any]:

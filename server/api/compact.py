@@ -19,6 +19,7 @@ from ..errors import ApiError, context_length_exceeded
 from ..generation.answer import Answer
 from ..generation.choice import Prompt
 from ..generation.generation import Generation
+from ..state import ServerState
 from ..wire.requests import ChatRequest
 from .answer import answer
 from .dialect import Chatting, Head
@@ -39,6 +40,7 @@ async def compact(request: Request) -> Response:
     body = await read_request(CompactRequest, request)
     previous = previous_response(request, body.previous_response_id)
     before, items = (NONE, NONE) if previous is None else (previous.messages, previous.all_items)
+    body.see(ServerState.of(request).sees(body.model))
     chat = await work_on_body(request, lambda: body.chat(before.last()))
     check_ignored(request, body.ignored)
     with speaking_of(NAMES):

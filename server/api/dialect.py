@@ -14,8 +14,10 @@ from typing import Any, NamedTuple
 
 from fastapi import Request, Response
 
+from ...engine.link.media import MediaItem
 from ...engine.link.plan import TokenLogprobs
 from ..dialects.events import Events
+from ..errors import unsupported
 from ..generation.admission import Ticket
 from ..generation.answer import Answer
 from ..generation.choice import Choice, Delta, Prompt, TextOptions
@@ -27,15 +29,17 @@ from ..generation.speech import Speech
 from ..generation.tasks import GENERATE
 from ..generation.weight import check_weight, most_bytes
 from ..http.tenant import tenant_of
+from ..media.source import num_bytes, without
 from ..state import ServerState
 from ..text.shape import text_of
 from ..wire.encoded import encode
 from ..wire.pooled import PooledRequest
 from ..wire.requests import ChatRequest, CompletionRequest, StreamOptions
 from .ignored import ignored_headers
-from .tokens import chat_tokens
+from .tokens import ChatPrompt, chat_tokens
 
 SLOW_CHOICE = 64  # characters of a prompt that cost about as much as one of many answers
+MUCH_TEXT = 16 << 10  # bytes of a body in which pictures are looked for
 SLOW_ENTRY = 8  # an entry of log-probabilities costs about as much as so many characters of a prompt
 
 Deltas = AsyncIterator[tuple[Choice, Delta]]
@@ -151,6 +155,7 @@ class Generating(Dialect):
             body.stream_options = StreamOptions.model_validate({**asked, **forced})
         self.streams = bool(body.stream)
         self.n = body.n or 1
+        self.media: list[tuple[MediaItem, ...]] = []  # of each prompt, where any has some; `tokens` fills it
         self.text = answer_in_ids(body) if self.server.model.tokenizer.missing else text_options(body)
 
     @abstractmethod
@@ -166,6 +171,10 @@ class Generating(Dialect):
         token_ids = await self.tokens()
         work = partial(resolve, body, token_ids, server.model, server.client.info, self.default_max_tokens)
         prompts = await server.tokenise(resolving_size(body, token_ids), work)
+        if any(self.media):
+            if body.truncate_prompt_tokens is not None:
+                raise unsupported("truncate_prompt_tokens", "'truncate_prompt_tokens' with pictures")
+            prompts = [replace(prompt, media=media) for prompt, media in zip(prompts, self.media, strict=True)]
         if body.echo:
             num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
             prompts = await server.tokenise(4 * num_tokens, partial(self._echoed, prompts))
@@ -216,13 +225,22 @@ class Chatting(Generating):
     def __init__(self, request: Request, chat: ChatRequest) -> None:
         """Raises ApiError (400) for what the model cannot do."""
         super().__init__(request, chat)
+        state = request.state
+        if state.body_size > MUCH_TEXT and (in_pictures := num_bytes(chat.messages)):
+            # They are no text: they bring no tokens by the byte, and cost nothing to render.
+            state.body_size = max(0, state.body_size - in_pictures)
+            state.body_work = max(0, state.body_work - (in_pictures >> 2))
         self.speech = Speech.of(chat, self.server.model)
 
     async def tokens(self) -> list[list[int]]:
         chat, fits = self.body, self.body.truncate_prompt_tokens is None
-        _, token_ids = await chat_tokens(self.request, chat, self.conversation, fits=fits)
-        chat.messages = chat.messages[-1:]  # the others are not kept for as long as the answer takes
-        return [token_ids]
+        return self._taken(await chat_tokens(self.request, chat, self.conversation, fits=fits))
+
+    def _taken(self, prompt: ChatPrompt) -> list[list[int]]:
+        # The other messages, and what pictures are made of, are not kept for as long as the answer takes.
+        self.body.messages = without(self.body.messages[-1:])
+        self.media = [prompt.media]
+        return [prompt.token_ids]
 
     def conversation(self) -> list[dict[str, Any]]:
         """All messages, of which the body may have a part. Takes as long as there are many."""

@@ -31,6 +31,7 @@ router = new_router()
 async def create_message(request: Request) -> Response:
     """An answer to messages: text, thinking and tool use."""
     body = await read_request(MessagesRequest, request)
+    body.see(ServerState.of(request).sees(body.model))
     chat = await work_on_body(request, body.chat)
     check_ignored(request, body.ignored)
     with speaking_of(NAMES):
@@ -63,10 +64,11 @@ async def count_tokens(request: Request) -> Response:
     """How many tokens the messages are; nothing is generated."""
     body = await read_request(CountRequest, request)
     ServerState.of(request).model_name(body.model)
+    body.see(ServerState.of(request).sees(body.model))
     with speaking_of(NAMES):
         chat = await work_on_body(request, body.chat)
         check_ignored(request, body.ignored)
         work = chat_tokens(request, chat, fits=False)
-        _, token_ids = await unless_disconnected(request.receive, work)
-    content = msgspec.json.encode({"input_tokens": len(token_ids)})
+        prompt = await unless_disconnected(request.receive, work)
+    content = msgspec.json.encode({"input_tokens": len(prompt.token_ids)})
     return Response(content, headers=ignored_headers(body.ignored), media_type="application/json")

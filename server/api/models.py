@@ -58,6 +58,7 @@ def _card(request: Request, server: ServerState, name: str, root: str) -> dict[s
         "owned_by": "vserve",
         "root": root,
         "parent": parent,
+        "modalities": ["text", "image"] if server.sees(name) else ["text"],
         "max_model_len": info.max_model_len,
         "tasks": list(info.tasks),
         "permission": [permission],

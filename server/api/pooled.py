@@ -75,8 +75,7 @@ class InputDialect(PooledDialect):
                 add_generation_prompt=bool(body.add_generation_prompt), chat_template=body.chat_template,
                 continue_final_message=body.continue_final_message, chat_template_kwargs=body.chat_template_kwargs,
             )  # fmt: skip
-            _, ids = await chat_tokens(self.request, chat, fits=fits)
-            return [ids]
+            return [(await chat_tokens(self.request, chat, fits=fits, sees=False)).token_ids]
         inputs: Sequence[str | list[int]] = body.input
         if prefix:
             inputs = [prefix + one if isinstance(one, str) else one for one in inputs]

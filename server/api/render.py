@@ -30,7 +30,7 @@ async def render_chat(request: Request) -> Response:
     max_model_len = server.engine_info().max_model_len
 
     async def work() -> Response:
-        text, ids = await chat_tokens(request, body, fits=False)
+        text, ids, _ = await chat_tokens(request, body, fits=False)
         own = {"prompt": text, "prompt_token_ids": ids, "count": len(ids), "max_model_len": max_model_len}
         asked = _generate_request(server, body, f"chatcmpl-{request.state.request_id}", name, ids, None)
         return await server.tokenise(len(text), lambda: json_answer(body.ignored, asked | own))

@@ -50,6 +50,7 @@ async def create_response(request: Request) -> Response:
     """An answer to items: text, reasoning and function calls."""
     body = await read_request(ResponsesRequest, request)
     previous = previous_response(request, body.previous_response_id, body.truncation == "auto")
+    body.see(ServerState.of(request).sees(body.model))
     asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
     check_ignored(request, body.ignored)
     with speaking_of(NAMES):
@@ -111,9 +112,8 @@ class ResponseToItems(Chatting):
             )
         self._history = replace(self._history, pieces=pieces)
         self._asked.items = self._asked.items.latest(most, MAX_ITEMS)
-        token_ids = await fitted(self.request, self.body, self._history)
-        self.body.messages = self.body.messages[-1:]
-        return [token_ids]
+        prompt = await fitted(self.request, self.body, self._history)
+        return self._taken(prompt)
 
     def conversation(self) -> list[dict[str, Any]]:
         return self._history.messages(self.body)
@@ -193,12 +193,13 @@ async def count_input_tokens(request: Request) -> Response:
     server.model_name(body.model)
     server.engine_info()
     previous = previous_response(request, body.previous_response_id)
+    body.see(server.sees(body.model))
     asked = await work_on_body(request, lambda: _Asked(body, previous, request.headers.get(TAG_HEADER)))
     check_ignored(request, body.ignored)
     with speaking_of(NAMES):
         work = chat_tokens(request, asked.chat, lambda: asked.history.messages(asked.chat), fits=False)
-        _, token_ids = await unless_disconnected(request.receive, work)
-    content = msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(token_ids)})
+        prompt = await unless_disconnected(request.receive, work)
+    content = msgspec.json.encode({"object": "response.input_tokens", "input_tokens": len(prompt.token_ids)})
     return Response(content, headers=ignored_headers(body.ignored), media_type="application/json")
 
 

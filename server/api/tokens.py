@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from fastapi import Request, Response
 
+from ...engine.link.media import MediaItem
 from ..generation.prompt import chat_options, chat_prompt
 from ..generation.sampling import check_tokens
+from ..http.auth import cache_salt_of
 from ..http.disconnect import unless_disconnected
+from ..media.expansion import check_places, expanded
+from ..media.source import Source, has_pictures, refused, taken_out
 from ..state import INLINE_CHARACTERS, ServerState
 from ..text.encoding import Encoder
 from ..text.spelled import unmarked
@@ -41,7 +45,7 @@ async def tokenize(request: Request) -> Response:
 
     async def work() -> Response:
         if body.messages is not None:
-            _, token_ids = await chat_tokens(request, body, fits=False)
+            token_ids = (await chat_tokens(request, body, fits=False)).token_ids
         else:
             text, special = body.prompt or "", body.add_special_tokens is not False
             encoder = Encoder(server.lanes, tokenizer, max_model_len, "prompt", fits=False)
@@ -79,6 +83,12 @@ async def detokenize(request: Request) -> Response:
     return await watched(request, server.tokenise(4 * len(body.tokens), work))
 
 
+class ChatPrompt(NamedTuple):
+    text: str  # as the template has rendered it: one token for each picture
+    token_ids: list[int]
+    media: tuple[MediaItem, ...] = ()
+
+
 async def chat_tokens(
     request: Request,
     body: ChatRequest | TokenizeRequest,
@@ -86,11 +96,12 @@ async def chat_tokens(
     *,
     size: int | None = None,
     fits: bool = True,
-) -> tuple[str, list[int]]:
-    """(the rendered text, its token ids) of a chat that `request` asks for in whatever API. `messages` makes those of
+    sees: bool = True,
+) -> ChatPrompt:
+    """The prompt of a chat that `request` asks for in whatever API. `messages` makes those of
     the whole conversation, where the body has only part of it, when they are rendered; `size`: their characters, by
     default the bytes that the request brings. `fits`: whether it is refused where it is longer than the context.
-    Raises ApiError (400).
+    `sees`: whether its pictures can be used. Raises ApiError (400).
     """
     server = ServerState.of(request).named(body.model)
     tokenizer = server.model.tokenizer
@@ -98,9 +109,18 @@ async def chat_tokens(
     special = bool(body.add_special_tokens)
     encoder = Encoder(server.lanes, tokenizer, server.client.info.max_model_len, "messages", fits=fits)
 
+    sources: list[Source] = []
+    order: list[int] = []  # of them in the prompt
+
     def rendered(is_short: Callable[[int], bool] = encoder.is_short) -> tuple[str, list[int] | None]:
         whole = body.messages or [] if messages is None else messages()
-        return chat_prompt(whole, special, tokenizer, options, is_short)
+        if has_pictures(whole):
+            if not sees or not server.sees(body.model):
+                raise refused(whole)
+            assert server.pictures is not None
+            whole, sources[:] = taken_out(whole)
+            server.pictures.check_number(sources)
+        return chat_prompt(whole, special, tokenizer, options, is_short, order)
 
     # Tools, documents and variables are part of the prompt too; many values take longer than their bytes say.
     num_characters = max(request.state.body_size if size is None else size, request.state.body_work)
@@ -114,7 +134,36 @@ async def chat_tokens(
         text, token_ids = await server.tokenise(num_characters, rendered, tokenizer.renders_slowly(options))
     if token_ids is None:
         token_ids = await encoder.encode_rendered(text, special)
-    return unmarked(text), token_ids
+    if not sources:
+        return ChatPrompt(unmarked(text), token_ids)
+    pictures = server.pictures
+    assert pictures is not None
+    check_places(token_ids, len(sources), pictures.processor)
+    salt = cache_salt_of(request.scope, getattr(body, "cache_salt", None))
+    limit = server.client.info.max_model_len if fits else None
+    if (held := getattr(request.state, "held_pictures", None)) is None:
+        held = request.state.held_pictures = pictures.hold()
+        if (ticket := getattr(request.state, "ticket", None)) is not None:
+            ticket.on_release = partial(_one_after_another, ticket.on_release, held.release)
+    try:
+        items = await pictures.items([sources[i] for i in order], salt, limit, held)
+        token_ids, media = expanded(token_ids, items, pictures.processor)
+        return ChatPrompt(unmarked(text), token_ids, media)
+    finally:
+        if getattr(request.state, "ticket", None) is None:  # nothing is generated
+            held.release()
+
+
+def drop_pictures(request: Request) -> None:
+    """Those of the prompts so far are not used."""
+    if (held := getattr(request.state, "held_pictures", None)) is not None:
+        held.release()
+
+
+def _one_after_another(*actions: Callable[[], None] | None) -> None:
+    for action in actions:
+        if action is not None:
+            action()
 
 
 async def watched(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -15,14 +15,14 @@ from ..state import ServerState
 from ..text.encoding import USUAL
 from ..wire.requests import ChatRequest
 from .read import on_bodies
-from .tokens import chat_tokens
+from .tokens import ChatPrompt, chat_tokens, drop_pictures
 
 OF_MESSAGE = 24  # characters that a template adds, in the time and the tokens that they cost
 TRIES = 8  # renderings; most conversations need one, others two or three
 BY_SIZE = 4  # of these, then each halves what is left
 
 
-async def fitted(request: Request, chat: ChatRequest, history: History) -> list[int]:
+async def fitted(request: Request, chat: ChatRequest, history: History) -> ChatPrompt:
     """The prompt of the latest turns that leave room for the answer; of the last one in any case. Raises ApiError
     (400)."""
     server = ServerState.of(request)
@@ -32,7 +32,7 @@ async def fitted(request: Request, chat: ChatRequest, history: History) -> list[
     first, starts, sizes = await on_bodies(request, request.state.body_size >> 2, lambda: _turns(history.unread(chat)))
     characters = float(USUAL)  # a token, until one rendering has told
     fewest, most = 0, len(starts) - 1  # turns to leave out
-    best: list[int] | None = None
+    best: ChatPrompt | None = None
     for turn in range(TRIES):
         if turn < BY_SIZE:  # sizes fall
             drop = bisect_left(sizes, -characters * (limit - room), key=lambda size: -size)
@@ -40,20 +40,21 @@ async def fitted(request: Request, chat: ChatRequest, history: History) -> list[
         else:
             drop = (fewest + most) // 2 if best is not None or turn < TRIES - 1 else most
         some = partial(history.messages, chat, first, starts[drop])
-        is_last, token_ids = drop == len(starts) - 1, None
+        is_last, prompt = drop == len(starts) - 1, None
+        drop_pictures(request)
         try:
-            _, token_ids = await chat_tokens(request, chat, some, size=max(sizes[drop], request.state.body_size))
+            prompt = await chat_tokens(request, chat, some, size=max(sizes[drop], request.state.body_size))
         except ApiError as error:
             if error.code != "context_length_exceeded" or is_last:
                 raise
-        if token_ids is not None and (len(token_ids) + room <= limit or is_last):
-            best, most = token_ids, drop - 1
+        if prompt is not None and (len(prompt.token_ids) + room <= limit or is_last):
+            best, most = prompt, drop - 1
         else:
             fewest = drop + 1
         if fewest > most:
             break
         # Where the tokens were too many to be counted, there are fewer characters in one than was thought.
-        characters = sizes[drop] / len(token_ids) if token_ids else characters / 2
+        characters = sizes[drop] / len(prompt.token_ids) if prompt is not None and prompt.token_ids else characters / 2
     assert best is not None  # the last turn alone is an answer, or an error
     return best
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+from ...engine.link.media import MediaItem
 from ...engine.link.messages import (
     AdapterLoaded,
     EngineInfo,
@@ -79,6 +80,7 @@ class Client(Protocol):
         cache_salt: str | None = None,
         tenant: int = 0,
         route: Route = ANYWHERE,
+        media: tuple[MediaItem, ...] = (),
     ) -> Sequence[MailboxLike]: ...
 
     async def load_adapter(self, message: LoadAdapter) -> AdapterLoaded: ...

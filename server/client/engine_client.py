@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from ...engine.link.media import MediaItem
 from ...engine.link.messages import (
     AdapterLoaded,
     DropAdapter,
@@ -112,10 +113,11 @@ class EngineClient:
         self._send(message)
 
     def submit(
-        self, token_ids: Sequence[int], sampling: SamplingParams, *, priority: int = 0, cache_salt: str | None = None
-    ) -> Mailbox:
+        self, token_ids: Sequence[int], sampling: SamplingParams, *, priority: int = 0, cache_salt: str | None = None,
+        media: tuple[MediaItem, ...] = (),
+    ) -> Mailbox:  # fmt: skip
         """Sends a request. Raises EngineDeadError when there is nobody to send it to."""
-        (mailbox,) = self.submit_choices(1, token_ids, sampling, priority=priority, cache_salt=cache_salt)
+        (mailbox,) = self.submit_choices(1, token_ids, sampling, priority=priority, cache_salt=cache_salt, media=media)
         return mailbox
 
     def submit_choices(
@@ -128,14 +130,17 @@ class EngineClient:
         cache_salt: str | None = None,
         tenant: int = 0,
         route: Route = ANYWHERE,
+        media: tuple[MediaItem, ...] = (),
     ) -> list[Mailbox]:
-        """Sends `n` requests for one prompt, which travels once; each samples by its SamplingParams.of_choice. There
-        is one engine: `route` changes nothing."""
+        """Sends `n` requests for one prompt, which travels once; each samples by its SamplingParams.of_choice.
+        `media`: the prompt's pictures, in its order. There is one engine: `route` changes nothing."""
         try:
             prompt = pack_tokens(token_ids)
         except OverflowError:  # it has slipped through all checks; no engine has such a token
             return refused(n, unknown_token_problem(token_ids, self.info.vocab_size))
-        return self.submit_packed(n, prompt, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant)
+        return self.submit_packed(
+            n, prompt, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant, media=media
+        )
 
     def watch_steps(self, listener: Callable[[StepReports], None]) -> None:
         """From now on `listener` gets the reports, which engines make only while there is a listener."""

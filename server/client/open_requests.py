@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 
 import msgspec
 
+from ...engine.link.media import MediaItem
 from ...engine.link.messages import AbortRequests, AddRequest, StepOutputs, ToEngine
 from ...engine.link.sampling_params import SamplingParams
 from .mailbox import EngineDeadError, Mailbox
@@ -39,10 +40,11 @@ class OpenRequests:
         cache_salt: str | None = None,
         tenant: int = 0,
         num_cached: int = 0,
+        media: tuple[MediaItem, ...] = (),
     ) -> list[Mailbox]:
         """As Client.submit_choices, of a prompt that is packed, and of which so many tokens are probably cached."""
         ids, now = self.new_ids(n), time.monotonic()
-        request = AddRequest(ids.start, prompt, sampling, priority, cache_salt, now, n, tenant)
+        request = AddRequest(ids.start, prompt, sampling, priority, cache_salt, now, n, tenant, media)
         self._send(request)
         mailboxes = {id: Mailbox(id, now, request, self) for id in ids}
         self._mailboxes |= mailboxes

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from ...engine.link.media import MediaItem
 from ...engine.link.messages import (
     AdapterLoaded,
     EngineInfo,
@@ -198,6 +199,7 @@ class Replicas:
         cache_salt: str | None = None,
         tenant: int = 0,
         route: Route = ANYWHERE,
+        media: tuple[MediaItem, ...] = (),
     ) -> Sequence[Mailbox]:
         """As EngineClient has it: all choices go to one engine, where they share the prompt."""
         try:
@@ -207,8 +209,9 @@ class Replicas:
         index, num_cached = self._dispatch.choose(prompt, cached_apart(cache_salt, sampling), route)
         engine = self.engines[index]
         mailboxes = engine.submit_packed(
-            n, prompt, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant, num_cached=num_cached
-        )
+            n, prompt, sampling, priority=priority, cache_salt=cache_salt, tenant=tenant, num_cached=num_cached,
+            media=media,
+        )  # fmt: skip
         self._dispatch.publish_load(index)
         return mailboxes
 

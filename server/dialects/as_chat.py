@@ -24,6 +24,7 @@ class SamplingFields(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
     not_built: ClassVar[dict[str, tuple[Any, ...]]] = {}  # names of fields, with the values that ask for nothing
+    _sees: bool = PrivateAttr(default=False)
     _left_out: dict[str, None] = PrivateAttr(default_factory=dict)  # in their order: clients choose how many
 
     top_k: int | None = Field(None, description="sample from so many tokens; -1 and 0: off")
@@ -73,6 +74,10 @@ class SamplingFields(BaseModel):
     def sampling(self) -> dict[str, Any]:
         """Those that are set, as a chat has them."""
         return {name: value for name in SamplingFields.model_fields if (value := getattr(self, name)) is not None}
+
+    def see(self, sees: bool) -> None:
+        """Whether the model that is asked sees pictures: a chat can have them then."""
+        self._sees = sees
 
     def leave_out(self, name: str) -> None:
         """`name`: of what the chat of this request does not have, though the request has it."""
@@ -145,6 +150,36 @@ def text_of(content: Any, where: str, kinds: Mapping[str, str]) -> str:
         raise bad_request(f"Missing required parameter: '{where}'.", where, "missing_required_parameter")
     parts = enumerate(objects(content, where, MAX_PARTS))
     return "\n".join(part_text(part, f"{where}[{i}]", kinds) for i, part in parts)
+
+
+def image_part(url: str, detail: Any = None) -> dict[str, Any]:
+    """A picture in a chat's message."""
+    return {"type": "image_url", "image_url": {"url": url, **({} if detail is None else {"detail": detail})}}
+
+
+def joined(parts: Sequence[str | dict[str, Any]]) -> str | list[dict[str, Any]]:
+    """The content of a message of texts and pictures: one text of several lines where there are no pictures."""
+    content: list[dict[str, Any]] = []
+    for part in parts:
+        if not isinstance(part, str):
+            content.append(part)
+        elif content and "text" in content[-1]:
+            content[-1] = {"type": "text", "text": f"{content[-1]['text']}\n{part}"}
+        else:
+            content.append({"type": "text", "text": part})
+    if not content:
+        return ""
+    return content[0]["text"] if len(content) == 1 and "text" in content[0] else content
+
+
+def with_line_between(contents: Sequence[str | list[dict[str, Any]]]) -> str | list[dict[str, Any]]:
+    """The content of one message of those of several."""
+    parts: list[str | dict[str, Any]] = []
+    for content in contents:
+        parts += [f"{content}\n"] if isinstance(content, str) else content
+    if parts and isinstance(last := parts[-1], str):
+        parts[-1] = last.removesuffix("\n")
+    return joined(parts)
 
 
 def part_text(part: Mapping[str, Any], where: str, kinds: Mapping[str, str]) -> str:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from ...engine.link.media import MediaItem
 from ...engine.link.messages import RequestOutput
 from ...engine.link.plan import TokenLogprobs
 from ...engine.link.sampling_params import SamplingParams
@@ -27,6 +28,7 @@ class Prompt:
     token_ids: Sequence[int]  # int32 in an array
     sampling: SamplingParams
     echo: str = ""  # what each answer begins with
+    media: tuple[MediaItem, ...] = ()  # in the order of their places
 
     def with_adapter(self, id: int) -> Prompt:
         return replace(self, sampling=msgspec.structs.replace(self.sampling, adapter=id))

@@ -115,7 +115,7 @@ class Generation:
             while (prompt := self._next()) is not None:
                 mailboxes = self._client.submit_choices(
                     self.n, prompt.token_ids, prompt.sampling, priority=self._priority, cache_salt=self._cache_salt,
-                    tenant=self._tenant, route=self._route,
+                    tenant=self._tenant, route=self._route, media=prompt.media,
                 )  # fmt: skip
                 for mailbox in mailboxes:
                     self.choices.append(self._text.choice(len(self.choices), prompt, mailbox, self._tokenizer))

@@ -66,11 +66,12 @@ def chat_prompt(
     tokenizer: Tokenizer,
     options: dict[str, Any],
     is_short: Callable[[int], bool],
+    pictures: list[int] | None = None,
 ) -> tuple[str, list[int] | None]:
     """(the rendered text, its token ids where it has so few characters). Raises ApiError (400) for messages that the
-    template refuses.
+    template refuses. `pictures`: see `Tokenizer.render`.
     """
-    text = tokenizer.render(messages, options)
+    text = tokenizer.render(messages, options, pictures)
     if not is_short(len(text)):
         return text, None
     # The template writes its own special tokens: the tokenizer's would come on top.

@@ -247,11 +247,27 @@ class EngineCollector(Collector):
         yield counter("grammar_cache_hits", "Structured outputs whose grammar was compiled before.", grammars.num_hits)
         yield counter("grammar_cache_misses", "Structured outputs whose grammar was not.", grammars.num_misses)
         yield counter("grammar_compile_failures", "Grammars that were refused.", grammars.num_failures)
+        if (pictures := metrics.pictures) is not None:
+            cache = pictures.cache
+            yield counter("mm_cache_queries", "Pictures that were looked for among decoded ones.", cache.num_queries)
+            yield counter("mm_cache_hits", "Pictures that were found there.", cache.num_hits)
+            yield counter("picture_failures", "Pictures that could not be decoded.", pictures.num_failures)
+            restarts = pictures.processes.num_restarts
+            yield counter("picture_process_restarts", "Decoding processes that replaced one that died.", restarts)
         yield counter("log_lines_lost", "Log lines that could not be written.", num_lost_lines())
 
     def _histograms(self) -> Iterator[Metric]:
         m = self._metrics
+        of_pictures = (
+            ()
+            if m.pictures is None
+            else (
+                ("picture_queue_seconds", "Waiting for a process that decodes pictures.", m.picture_queue),
+                ("picture_decode_seconds", "Decoding a picture, the waiting included.", m.pictures.decode_seconds),
+            )
+        )
         for name, help, histogram in (
+            *of_pictures,
             ("time_to_first_token_seconds", "Arrival to first token.", m.time_to_first_token),
             ("inter_token_latency_seconds", "Time between tokens.", m.inter_token_latency),
             ("request_time_per_output_token_seconds", "Mean time a token, of a request.", m.time_per_output_token),

@@ -13,6 +13,7 @@ from ..client.engine_client import EngineClient
 from ..generation.choice import Choice
 from ..generation.generation import Generation
 from ..histogram import COMPILE, Histogram
+from ..media.pictures import Pictures
 from ..options.config import ServerConfig
 from .preemptions import Preemptions
 from .throughput import Throughput
@@ -45,8 +46,8 @@ OTHER_ADAPTERS = "(others)"
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # A series is there from the start, at zero: an alert on its increase must not miss the first one.
 REJECTED = (
-    "queued_requests", "queued_tokens", "queued_text", "bodies", "key_requests", "key_tokens", "key_open_requests",
-    "loading", "draining", "engine_down",
+    "queued_requests", "queued_tokens", "queued_text", "queued_pictures", "bodies", "key_requests", "key_tokens",
+    "key_open_requests", "loading", "draining", "engine_down",
 )  # fmt: skip
 TIMED_OUT = ("request", "queue", "write")
 ABORTED = ("disconnect", "cancel", "timeout", "error")
@@ -123,6 +124,8 @@ class Metrics:
         self.e2e_latency = Histogram(PHASE)
         self.queue_time = Histogram(PHASE)
         self.tokenizer_queue = Histogram(PHASE)
+        self.picture_queue = Histogram(PHASE)
+        self.pictures: Pictures | None = None  # where the model sees any
         self.inference_time = Histogram(PHASE)
         self.prefill_time = Histogram(PHASE)
         self.decode_time = Histogram(PHASE)

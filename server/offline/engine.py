@@ -16,7 +16,7 @@ from .engine_args import EngineArgs
 from .generate_all import generate_growing
 from .llm import LLM
 from .outputs import RequestOutput
-from .prompt_like import PromptLike, tokenised
+from .prompt_like import PromptLike
 from .sampling_params import RequestOutputKind, SamplingParams
 
 Tell = Callable[[RequestOutput | BaseException], None]
@@ -58,7 +58,8 @@ class _Growing:
         params = params or llm.get_default_sampling_params()
         kind = params.output_kind
         params = dataclasses.replace(params, output_kind=RequestOutputKind.FINAL_ONLY)
-        job = llm._job(tokenised(prompt, llm.model.tokenizer), params, lora_request, [priority], [request_id])
+        given, media = llm._given(prompt)
+        job = llm._job(given, params, lora_request, [priority], media, [request_id])
         call = llm._call()
 
         def grown(output: RequestOutput) -> None:

@@ -14,12 +14,16 @@ from ..generation.adapters import Adapters
 from ..generation.choice import Prompt, TextOptions
 from ..generation.sampling import resolve, text_options
 from ..generation.tasks import GENERATE
+from ..media.fetch import Fetcher
+from ..options.config import ServerConfig
 from ..options.keywords import in_keywords
 from ..text.model import TextModel
 from ..wire.requests import CompletionRequest
 from .adapters import AdapterChoice, one_each, with_adapters
 from .generate_all import Job
 from .outputs import CompletionOutput, RequestOutput
+from .pictures import Media, Pictures
+from .prompt_like import PromptLike, tokenised
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,6 +35,7 @@ class Jobs:
     """Of an LLM, which has the engine's thread and the model."""
 
     model: TextModel
+    _config: ServerConfig
     _engine: EngineThread
     _request_ids: Iterator[int]
 
@@ -44,15 +49,30 @@ class Jobs:
     def get_default_sampling_params(self) -> SamplingParams:
         raise NotImplementedError
 
+    def _given(
+        self, prompts: PromptLike | Sequence[PromptLike]
+    ) -> tuple[list[tuple[str | None, list[int]]], list[Media]]:
+        """(text, token ids) of each prompt; the pictures of each, where any has some. Raises ValueError."""
+        plain, pictures = self._pictures.beside(prompts)
+        given, media = tokenised(plain, self.model.tokenizer), []
+        for i, items in enumerate(pictures):
+            text, ids = given[i]
+            ids, placed = self._pictures.placed(ids, items, f"prompt {i}")
+            given[i] = text, ids
+            media.append(placed)
+        return given, media
+
     def _job(
         self,
         prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         lora_request: AdapterChoice,
         priority: Sequence[int] | None = None,
+        media: Sequence[Media] = (),
         ids: Sequence[str] | None = None,
     ) -> Job:
-        """`ids`: of the requests, None: the next numbers. Raises ValueError."""
+        """`media`: pictures of each prompt, where any has some; `ids`: of the requests, None: the next numbers. Raises
+        ValueError."""
         self._check_task(GENERATE)
         adapters = one_each(lora_request, len(prompts))
         priorities = self._priorities(priority, len(prompts))
@@ -68,6 +88,10 @@ class Jobs:
                 )
         requests = self._requests(params)
         resolved = self._resolve([token_ids for _, token_ids in prompts], requests)
+        if any(media):
+            if any(one.truncate_prompt_tokens for one in params):
+                raise ValueError("'truncate_prompt_tokens' is not supported with pictures: leave it out")
+            resolved = [dataclasses.replace(prompt, media=seen) for prompt, seen in zip(resolved, media, strict=True)]
         ids = ids or [str(next(self._request_ids)) for _ in prompts]
         outputs = [
             RequestOutput(
@@ -142,6 +166,14 @@ class Jobs:
         except ApiError as error:
             raise ValueError(f"prompt {index}: {in_keywords(error.message)}") from None
         return prompt.with_grammar(keys[-1])
+
+    @cached_property
+    def _pictures(self) -> Pictures:
+        fetcher = Fetcher(self._config)
+        sees = self.info.settings.get("mm_encoder_cache_tokens") != 0
+        return Pictures(
+            self.model.processor if sees else None, self._config, lambda url: self._engine.begin(fetcher.fetch(url))()
+        )
 
     @cached_property
     def _adapters(self) -> Adapters:

@@ -30,9 +30,10 @@ from .generate_all import Job, generate_all
 from .jobs import Jobs
 from .outputs import RequestOutput
 from .patient import Call
+from .pictures import Media, as_parts
 from .pooled import PooledCalls
 from .progress_bar import Progress, loading_bar, progress_bar
-from .prompt_like import PromptLike, TokensPrompt, tokenised
+from .prompt_like import PromptLike, TokensPrompt
 from .sampling_params import SamplingParams, validate
 from .torchrun import launched
 
@@ -93,6 +94,7 @@ class LLM(PooledCalls, Jobs):
                 config, environment = launched(config)
             except ConfigError as error:
                 raise ConfigError(in_keywords(str(error))) from None
+        self._config = text
         self._engine = EngineThread(config, environment)
         self._finalizer = weakref.finalize(self, self._engine.close)  # when collected, or when the interpreter ends
         try:
@@ -145,7 +147,8 @@ class LLM(PooledCalls, Jobs):
     ) -> list[RequestOutput]:
         """Answers all prompts, in their order; all are submitted at once and the engine batches them.
 
-        `prompts`: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a sequence of these.
+        `prompts`: text, token ids, {"prompt": text}, {"prompt_token_ids": ids}, or a sequence of these; pictures stand
+        beside the latter, as "multi_modal_data": {"image": picture or list}, for each of which the prompt has a token.
         `sampling_params`: one for all, or one each; None = the model's defaults. `use_tqdm`: a progress bar, or what
         makes one. `prompt_token_ids`: an older name of `prompts`, where these are ids. `lora_request`: the adapter of
         all, or one each (with `enable_lora=True`). `priority`: one each, lower ones run sooner (with
@@ -154,8 +157,8 @@ class LLM(PooledCalls, Jobs):
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts, as text or token ids" + ("" if prompts is None else ", once"))
-        given = tokenised(cast(PromptLike, prompts or prompt_token_ids or []), self.model.tokenizer)
-        return self._run(given, sampling_params, use_tqdm, lora_request, priority)
+        given, media = self._given(cast(PromptLike, prompts or prompt_token_ids or []))
+        return self._run(given, sampling_params, use_tqdm, lora_request, priority, media)
 
     def chat(
         self,
@@ -172,9 +175,9 @@ class LLM(PooledCalls, Jobs):
     ) -> list[RequestOutput]:
         """Answers one conversation or several; see `generate`. `chat_template`: Jinja text instead of the model's;
         `tools`: what the template offers. Calls and reasoning stay text."""
-        pairs = self._rendered(messages, chat_template, add_generation_prompt, continue_final_message,
-                               chat_template_kwargs, tools)  # fmt: skip
-        return self._run(pairs, sampling_params, use_tqdm, lora_request)
+        pairs, media = self._rendered(messages, chat_template, add_generation_prompt, continue_final_message,
+                                      chat_template_kwargs, tools)  # fmt: skip
+        return self._run(pairs, sampling_params, use_tqdm, lora_request, media=media)
 
     def preprocess_chat(
         self,
@@ -186,9 +189,11 @@ class LLM(PooledCalls, Jobs):
         chat_template_kwargs: dict[str, Any] | None = None,
         tools: list[dict[str, Any]] | None = None,
     ) -> list[TokensPrompt]:
-        """The prompts that `chat` makes of the conversations, for `generate`."""
-        pairs = self._rendered(messages, chat_template, add_generation_prompt, continue_final_message,
-                               chat_template_kwargs, tools)  # fmt: skip
+        """The prompts that `chat` makes of the conversations, for `generate`. Raises ValueError, also for pictures."""
+        pairs, media = self._rendered(messages, chat_template, add_generation_prompt, continue_final_message,
+                                      chat_template_kwargs, tools)  # fmt: skip
+        if any(media):
+            raise ValueError("token ids of pictures mean nothing without them: give the messages to chat()")
         return [TokensPrompt(prompt=text, prompt_token_ids=token_ids) for text, token_ids in pairs]
 
     def enqueue(
@@ -201,7 +206,8 @@ class LLM(PooledCalls, Jobs):
         priority: Sequence[int] | None = None,
     ) -> list[str]:
         """As `generate`, but returns at once, with the ids of the requests; wait_for_completion() has the answers."""
-        job = self._job(tokenised(prompts, self.model.tokenizer), sampling_params, lora_request, priority)
+        given, media = self._given(prompts)
+        job = self._job(given, sampling_params, lora_request, priority, media)
         self._queued.append((job.outputs, self._engine.begin(self._carry_out(job, Progress(None)))))
         return [output.request_id for output in job.outputs]
 
@@ -261,8 +267,8 @@ class LLM(PooledCalls, Jobs):
     def _rendered(
         self, messages: Messages | Sequence[Messages], chat_template: str | None, add_generation_prompt: bool,
         continue_final_message: bool, chat_template_kwargs: dict[str, Any] | None, tools: list[dict[str, Any]] | None,
-    ) -> list[tuple[str | None, list[int]]]:  # fmt: skip
-        """(text, token ids) of each conversation. Raises ValueError."""
+    ) -> tuple[list[tuple[str | None, list[int]]], list[Media]]:  # fmt: skip
+        """(text, token ids) of each conversation, and its pictures. Raises ValueError."""
         if not messages:
             raise ValueError("'messages' must not be empty.")
         several = not isinstance(messages[0], Mapping)
@@ -272,6 +278,7 @@ class LLM(PooledCalls, Jobs):
             tokenizer = tokenizer.with_template(chat_template)
         options = dict(chat_template_kwargs or {})
         pairs: list[tuple[str | None, list[int]]] = []
+        media: list[Media] = []
         try:
             tokenizer.check_template_kwargs(options)
             options = {**tokenizer.template_kwargs, **options}
@@ -279,13 +286,19 @@ class LLM(PooledCalls, Jobs):
             options["tools"] = definitions(tools)
             options["add_generation_prompt"] = add_generation_prompt and not continue_final_message
             for conversation in conversations:
-                request = validate(ChatRequest, {"messages": [dict(message) for message in conversation]})
-                text = tokenizer.render(request.messages, options)
+                request = validate(ChatRequest, {"messages": [as_parts(message) for message in conversation]})
+                shown, sources = self._pictures.named(request.messages)
+                order: list[int] = []
+                text = tokenizer.render(shown, options, order)
                 # The template writes its own special tokens.
-                pairs.append((unmarked(text), tokenizer.encode_rendered(text, add_special_tokens=False)))
+                ids = tokenizer.encode_rendered(text, add_special_tokens=False)
+                items = self._pictures.items([sources[i] for i in order])
+                ids, placed = self._pictures.placed(ids, items, "the conversation")
+                pairs.append((unmarked(text), ids))
+                media.append(placed)
         except ApiError as error:
             raise ValueError(in_keywords(error.message)) from error
-        return pairs
+        return pairs, media
 
     # ---- one call of generate ----
 
@@ -296,8 +309,9 @@ class LLM(PooledCalls, Jobs):
         use_tqdm: bool | Callable[..., Any],
         lora_request: AdapterChoice,
         priority: Sequence[int] | None = None,
+        media: Sequence[Media] = (),
     ) -> list[RequestOutput]:
-        job = self._job(prompts, sampling_params, lora_request, priority)
+        job = self._job(prompts, sampling_params, lora_request, priority, media)
         with progress_bar(use_tqdm, len(job.outputs)) as bar:
             self._engine.begin(self._carry_out(job, Progress(bar)))()
         return list(job.outputs)

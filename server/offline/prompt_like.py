@@ -17,6 +17,14 @@ class TextPrompt(TypedDict):
     prompt: str
 
 
+class PicturesPrompt(TypedDict):
+    """A prompt with pictures: text or token ids, in which each picture has one token of its own."""
+
+    prompt: NotRequired[str]
+    prompt_token_ids: NotRequired[list[int]]
+    multi_modal_data: dict[str, Any]  # image: one or a list, of Pillow, arrays, paths or bytes
+
+
 class TokensPrompt(TypedDict):
     """A prompt as token ids; they count, a text beside them is only shown."""
 
@@ -24,7 +32,7 @@ class TokensPrompt(TypedDict):
     prompt: NotRequired[str]
 
 
-PromptLike = str | list[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+PromptLike = str | list[int] | TextPrompt | TokensPrompt | PicturesPrompt | Mapping[str, Any]
 
 
 def tokenised(

@@ -11,6 +11,7 @@ from .adapters import AdapterConfig
 from .batches import BatchConfig
 from .http import HttpConfig
 from .logs import LogConfig
+from .media import MediaConfig
 from .text import TextConfig
 
 
@@ -33,7 +34,7 @@ def _metric_name(prefix: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig, BatchConfig):
+class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig, BatchConfig, MediaConfig):
     host: str = option("0.0.0.0", "address to listen on", group="server")
     port: int = option(8000, "port to listen on", group="server", bounds=Bounds(0, 65535, zero="any free one"))
     api_server_count: int = option(

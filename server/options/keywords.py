@@ -11,6 +11,7 @@ from ...engine.options.config import EngineConfig, flag
 from .config import ServerConfig
 from .given import META, Given, judge, value_of, with_files
 from .hint import did_you_mean
+from .media import MediaConfig
 from .reading import negated, options
 from .text import TextConfig
 from .vllm import vllm_options
@@ -22,7 +23,7 @@ def from_keywords(keywords: dict[str, Any]) -> tuple[EngineConfig, ServerConfig,
     Raises TypeError for a keyword that does not exist, ConfigError for what cannot work.
     """
     engine = {spec.name for spec in dataclasses.fields(EngineConfig)}
-    text = {spec.name for spec in dataclasses.fields(TextConfig)}
+    text = {spec.name for config in (TextConfig, MediaConfig) for spec in dataclasses.fields(config)}
     given: dict[str, Given] = {}
     for keyword, value in keywords.items():
         name = negated(keyword) or keyword

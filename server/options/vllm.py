@@ -132,10 +132,9 @@ _ROWS = (
 
 # The same for names that share an answer: the reason | accepted | names: `=` takes a value, `={}` a JSON object.
 _ALIKE = (
-    ("models here read text only", ANY,
-     "skip-mm-profiling interleave-mm-strings mm-encoder-tp-mode= allowed-media-domains= "
-     "limit-mm-per-prompt={} mm-processor-kwargs={} mm-processor-cache-gb= disable-mm-preprocessor-cache "
-     "allowed-local-media-path= default-mm-loras={} disable-chunked-mm-input enable-mm-embeds media-io-kwargs={} "
+    ("pictures are prepared and encoded in one way, as the model's folder says", ANY,
+     "skip-mm-profiling interleave-mm-strings mm-encoder-tp-mode= default-mm-loras={} disable-chunked-mm-input "
+     "enable-mm-embeds media-io-kwargs={} "
      "mm-device-do-normalize mm-encoder-attn-backend= mm-encoder-attn-dtype= mm-encoder-fp8-scale-path= "
      "mm-encoder-fp8-scale-save-margin= mm-encoder-fp8-scale-save-path= mm-hasher-algorithm= mm-ipc-gpu-memory-gb= "
      "mm-processor-cache-type= mm-processor-device= mm-shm-cache-max-object-size-mb= mm-tensor-ipc= "

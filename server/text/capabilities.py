@@ -32,6 +32,7 @@ class Capabilities:
     tool_fields: frozenset[str] = frozenset()  # that it demands, and clients may leave out
     shows_calls: bool = _can(True, no="it shows no calls of tools")
     shows_results: bool = _can(True, no="it shows no results of tools")
+    pictures_of_tools: bool = False  # it shows pictures in the results of tools; else they go as a user's behind them
     function_call: bool = True  # OpenAI's older names: function_call, and the role function; hardly any does
     arguments: Literal["object", "text"] = _can("object", text="a call's arguments go as text")
     cut_arguments: bool = _can(True, no="a call's arguments that are no JSON object go as an object with that text")
@@ -53,7 +54,9 @@ class Capabilities:
     @cached_property
     def as_sent(self) -> bool:
         """Nothing has to be changed, but for contents of several parts and older names."""
-        kept = {name: getattr(self, name) for name in ("parts", "function_call", "thinks_when_asked")}
+        kept = {
+            name: getattr(self, name) for name in ("parts", "function_call", "pictures_of_tools", "thinks_when_asked")
+        }
         return self == Capabilities(**kept)
 
     def deviations(self) -> Iterator[str]:

@@ -9,6 +9,7 @@ import msgspec
 from typing_extensions import TypedDict
 
 from ..errors import bad_request, shorten, unsupported
+from ..media import source
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 MAX_PARTS = 4096  # of one message
@@ -26,6 +27,20 @@ class RefusalPart(TypedDict):
     refusal: str
 
 
+class ImageURL(TypedDict, total=False):
+    url: Required[str]  # https, http, or data:image/…;base64,
+    detail: Literal["auto", "low", "high", "original"]  # low: made smaller first
+
+
+class ImagePart(TypedDict, total=False):
+    """Of users and tools, where the model sees pictures."""
+
+    type: Required[Literal["image_url", "input_image"]]
+    image_url: ImageURL | str | None
+    detail: Literal["auto", "low", "high", "original"]
+    uuid: str  # a name by which it may be sent again without its data
+
+
 class FunctionCall(TypedDict):
     name: str
     arguments: str  # JSON
@@ -39,7 +54,7 @@ class ToolCall(TypedDict, total=False):
 
 class Message(TypedDict, total=False):
     role: Required[Literal["system", "developer", "user", "assistant", "tool", "function"]]
-    content: str | list[TextPart | RefusalPart] | None
+    content: str | list[TextPart | ImagePart | RefusalPart] | None
     name: str
     tool_calls: list[ToolCall]  # of the assistant
     tool_call_id: str  # which call a tool's message answers
@@ -48,7 +63,8 @@ class Message(TypedDict, total=False):
 
 
 def messages(value: Any, where: str = "messages") -> list[dict[str, Any]]:
-    """Content is in each of them, also where the client left it out: a string, or text parts. Raises ApiError."""
+    """Content is in each of them, also where the client left it out: a string, or parts, of which pictures are as they
+    came. Raises ApiError."""
     if not isinstance(value, list):
         raise bad_request(f"'{where}' must be a list of messages.", where, "invalid_type")
     if not value:
@@ -187,21 +203,24 @@ def _text(raw: dict[str, Any], name: str, where: str) -> str | None:
     return value
 
 
-def _content(content: Any, role: str, where: str) -> str | list[dict[str, str]]:
+def _content(content: Any, role: str, where: str) -> str | list[dict[str, Any]]:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
         raise bad_request(f"'{where}' must be a string or a list of content parts.", where, "invalid_type")
     if len(content) > MAX_PARTS:
         raise bad_request(f"'{where}' has {len(content)} parts; at most {MAX_PARTS} are allowed.", where)
-    texts = []
+    parts: list[dict[str, Any]] = []
     for i, part in enumerate(content):
         if not isinstance(part, dict):
             raise bad_request(f"'{where}[{i}]' must be an object.", f"{where}[{i}]", "invalid_type")
+        if role in source.ROLES and source.is_picture(part):
+            parts.append(part)
+            continue
         kind = part.get("type")
         if kind != "text" and not (kind == "refusal" and role == "assistant"):
             raise unsupported(f"{where}[{i}].type", f"Content of type {shorten(kind)!r}")
         if not isinstance(part.get(kind), str):
             raise bad_request(f"'{where}[{i}].{kind}' must be a string.", f"{where}[{i}].{kind}", "invalid_type")
-        texts.append(part[kind])
-    return texts[0] if len(texts) == 1 else [{"type": "text", "text": text} for text in texts]
+        parts.append({"type": "text", "text": part[kind]})
+    return parts[0]["text"] if len(parts) == 1 and "text" in parts[0] else parts

@@ -14,12 +14,14 @@ from tokenizers import Tokenizer as FastTokenizer
 from ...engine.describe.download import from_hub
 from ...engine.describe.model_source import hub_gguf, split_name
 from ...engine.describe.overrides import overridden, overrides
-from ...engine.describe.reading import reads_both_ways
-from ...engine.errors import ConfigError
+from ...engine.describe.reading import read_vision, reads_both_ways
+from ...engine.errors import ConfigError, ModelError
 from ...engine.files.gguf_file import read_gguf
 from ...engine.link.sampling_params import LAST, MEAN
 from ...engine.options.config import EngineConfig
 from ...engine.options.model_path import cache_folder, find_model, is_gguf
+from ...engine.vision.processor import Processor
+from ...engine.vision.processors import read_processor
 from ..errors import ApiError, shorten
 from ..options.config import ServerConfig
 from ..parsers.formats import Formats, choose
@@ -57,6 +59,7 @@ class TextModel:
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)  # of embeddings
     any_whitespace: bool = True  # False: structured JSON is in one line, whatever a request says
     additional_properties: bool = True  # False: objects have what their schema lists, whatever a request says
+    processor: Processor | None = None  # of pictures, where the model sees any
 
 
 def load_text_model(
@@ -128,6 +131,7 @@ def load_text_model(
         ),
         any_whitespace=not structured.get("disable_any_whitespace"),
         additional_properties=not structured.get("disable_additional_properties"),
+        processor=None if tokenizer.missing else _processor(described, engine, folder),
     )
 
 
@@ -136,6 +140,18 @@ def _described(folder: Path, engine: EngineConfig) -> dict[str, Any]:
     other = engine.hf_config_path
     source = folder if other is None else _folder(other, None, cache_folder(engine.download_dir))
     return overridden(read_described(source, "config.json"), overrides(engine))
+
+
+def _processor(described: dict[str, Any], engine: EngineConfig, folder: Path) -> Processor | None:
+    """Raises ConfigError."""
+    try:
+        vision = read_vision(described, engine, folder)
+    except ModelError:  # of which the engine says what is wrong
+        return None
+    try:
+        return None if vision is None else read_processor(folder, vision, engine.processor_kwargs)
+    except ModelError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _formats(tokenizer: Tokenizer, model_type: str | None, config: ServerConfig) -> Formats:

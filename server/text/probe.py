@@ -213,6 +213,7 @@ class _Asking:
         if can.shows_tools:
             self.can = can = replace(can, tool_fields=frozenset(self._demanded(can)))
         self.can = can = replace(can, parts=frozenset(self._taken_in_parts(can)))
+        self.can = can = replace(can, pictures_of_tools=self._shows_pictures_of_tools(can))
         self.can = replace(can, thinks_when_asked=self._thinks_when_asked(can))
 
     def _thinks_when_asked(self, can: Capabilities) -> bool:
@@ -222,6 +223,17 @@ class _Asking:
             for value in (None, False, True)
         )
         return said == off != on
+
+    def _shows_pictures_of_tools(self, can: Capabilities) -> bool:
+        """Whether a picture beside the text of a result changes the prompt, and not by the list being printed."""
+        if not can.shows_results:
+            return False
+        other, text = replace(can, pictures_of_tools=True), {"type": "text", "text": said("result1")}
+        seen, unseen = (
+            self._prompt(other, [_USER, _CALL, {**result(1), "content": content}], (TOOL,))
+            for content in ([{"type": "image"}, text], said("result1"))
+        )
+        return said("result1") in seen and seen != unseen and "'type'" not in seen and '"type": "image"' not in seen
 
     def _answered(self, question: Question, can: Capabilities) -> Capabilities:
         for way in ({}, *question.ways):

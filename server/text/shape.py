@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .capabilities import Capabilities
@@ -31,7 +31,10 @@ def shape(messages: list[Message], can: Capabilities, *, continued: bool = False
         messages = _texts(messages, can, continued)
     if by_old_names:
         messages = _as_tools(messages)
-    messages = list(_turns(list(_calls(_rules(messages, can), can)), can, continued))
+    messages = list(_calls(_rules(messages, can), can))
+    if in_parts and not can.pictures_of_tools:
+        messages = list(_pictures_of_tools(messages))
+    messages = list(_turns(messages, can, continued))
     if not can.takes_text:
         messages = [_in_parts(message) for message in messages]
     return messages
@@ -74,10 +77,14 @@ def _described(schema: Any) -> dict[str, Any]:
 
 
 def text_of(content: Any) -> str:
-    """Of a message, whose parts are lines."""
+    """Of a message, whose parts are lines; pictures have none."""
     if isinstance(content, list):
-        return "\n".join(part.get("text", "") for part in content)
+        return "\n".join(part.get("text", "") for part in content if "text" in part)
     return content or ""
+
+
+def has_picture(content: Any) -> bool:
+    return isinstance(content, list) and any(part.get("type") == "image" for part in content)
 
 
 def _texts(messages: list[Message], can: Capabilities, continued: bool) -> list[Message]:
@@ -87,7 +94,7 @@ def _texts(messages: list[Message], can: Capabilities, continued: bool) -> list[
         if role == "developer" and not can.knows_developer:
             role = "system"
         taken = role in can.parts and not (continued and i == len(messages) - 1)
-        if isinstance(content := message.get("content"), list) and not taken:
+        if isinstance(content := message.get("content"), list) and not taken and not has_picture(content):
             message = {**message, "content": text_of(content)}
         found.append(message)
     return found
@@ -105,8 +112,22 @@ def _joined(*messages: Message) -> Message:
         whole |= message
     for message in messages:
         whole |= {name: message[name] for name in ("tool_calls", *THOUGHTS) if name in message}
+    if any(has_picture(message.get("content")) for message in messages):
+        return {**whole, "role": messages[0]["role"], "content": _parts_of(messages)}
     texts = [text for message in messages if (text := text_of(message.get("content")))]
     return {**whole, "role": messages[0]["role"], "content": "\n\n".join(texts)}
+
+
+def _parts_of(messages: Sequence[Message]) -> list[dict[str, Any]]:
+    """The contents of several messages as one, a line between the texts of two."""
+    parts: list[dict[str, Any]] = []
+    for message in messages:
+        content = message.get("content")
+        own = content if isinstance(content, list) else [{"type": "text", "text": content}] if content else []
+        if parts and own and "text" in parts[-1] and "text" in own[0]:
+            own = [{**own[0], "text": f"\n\n{own[0]['text']}"}, *own[1:]]
+        parts += own
+    return parts
 
 
 # ---- system and developer ----
@@ -245,6 +266,23 @@ def _without_text(message: Message, can: Capabilities) -> Message:
     if can.call_content == "null":
         return {**message, "content": None}
     return {name: value for name, value in message.items() if name != "content"}
+
+
+def _pictures_of_tools(messages: list[Message]) -> Iterator[Message]:
+    """Pictures in the results of tools come in a user's message behind them."""
+    held: list[dict[str, Any]] = []
+    for message in messages:
+        if held and message["role"] not in _RESULTS:
+            yield {"role": "user", "content": held}
+            held = []
+        content = message.get("content")
+        if message["role"] in _RESULTS and has_picture(content):
+            assert isinstance(content, list)
+            held = [*held, *(part for part in content if part.get("type") == "image")]
+            message = {**message, "content": text_of(content) or "[The picture follows.]"}
+        yield message
+    if held:
+        yield {"role": "user", "content": held}
 
 
 # ---- turns ----

@@ -10,6 +10,7 @@ from tokenizers import Encoding, decoders, models
 from tokenizers import Tokenizer as FastTokenizer
 
 from ..errors import bad_request, shorten
+from ..media.source import order_of
 from .capabilities import Capabilities
 from .conversation import with_ids
 from .probe import SECONDS, Render, ask, written_call
@@ -180,9 +181,10 @@ class Tokenizer:
             return token.replace("▁", " ").encode()
         return self.core.decode([token_id], skip_special_tokens=False).encode()
 
-    def render(self, messages: list[dict[str, Any]], options: dict[str, Any]) -> str:
+    def render(self, messages: list[dict[str, Any]], options: dict[str, Any], pictures: list[int] | None = None) -> str:
         """The prompt of a chat. `options`: add_generation_prompt, continue_final_message, tools, documents,
         chat_template (instead of the model's), and variables of the template. It may have marks: see spelled.py.
+        `pictures`: gets the numbers of the pictures in the messages, in the order of the prompt.
 
         Raises ApiError (400) when there is no template, or it does not accept these messages, or takes too long.
         """
@@ -204,6 +206,8 @@ class Tokenizer:
             messages, tools = self.tool_text.written(messages, tools, can)
         variables["tools"] = shape_tools(tools, can) if tools else tools
         messages = shape(messages, can, continued=bool(options.get("continue_final_message")))
+        if pictures is not None:
+            pictures += order_of(messages)
         text = template.render(messages, variables)
         return text if marked is None else restored(text)
 

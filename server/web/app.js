@@ -81,7 +81,7 @@ function choose(name) {
   choice.value = name;
   chat.model = name;
   chat.maxModelLen = card.max_model_len ?? null;
-  chat.attachments.vision = card.vision ?? cards[0].vision ?? false;
+  chat.attachments.vision = card.modalities?.includes("image") ?? false;
   byId("prompt").placeholder = `Message ${name}`;
 }
 

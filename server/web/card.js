@@ -16,7 +16,7 @@ export async function showCard(cards) {
   const facts = [
     ["Name", [model.id, ...also].join(", ")], ["Weights", model.root],
     ["Context", model.max_model_len ? `${model.max_model_len.toLocaleString()} tokens` : ""],
-    ["Does", (model.tasks ?? []).join(", ")], ["Reads", model.vision ? "text and pictures" : "text"],
+    ["Does", (model.tasks ?? []).join(", ")], ["Reads", (model.modalities ?? ["text"]).join(", ")],
     ["Adapters", adapters.join(", ")], ["Beside it", more.join(", ")],
     ["Serves since", new Date(1000 * model.created).toLocaleString()], ["vserve", version],
   ];

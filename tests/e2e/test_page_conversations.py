@@ -193,7 +193,7 @@ def test_pictures_are_sent_to_a_model_that_sees(demo_server: Any, open_page: Any
     def sees(route: Any) -> None:
         answer = route.fetch()
         cards = answer.json()
-        cards["data"][0]["vision"] = True
+        cards["data"][0]["modalities"] = ["text", "image"]
         route.fulfill(response=answer, json=cards)
 
     page.route("**/v1/models", sees)

@@ -7,6 +7,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,9 @@ class Engine:
 
     folder: str
 
-    def run(self, *waves: list[tuple[list[int], SamplingParams]], **options) -> tuple[list[list[Answer]], EngineStats]:
+    def run(self, *waves: list[tuple[Any, ...]], **options) -> tuple[list[list[Answer]], EngineStats]:
+        """A request: its prompt, SamplingParams, and perhaps more arguments of EngineClient.submit, by name."""
+
         async def main():
             options.setdefault("cpu_threads", 1)
             options.setdefault("tensor_parallel_size", RANKS)
@@ -71,7 +74,12 @@ class Engine:
             await client.start()
             try:
                 answers = [
-                    await asyncio.gather(*(collect(client, prompt, sampling) for prompt, sampling in wave))
+                    await asyncio.gather(
+                        *(
+                            collect(client, prompt, sampling, **(more[0] if more else {}))
+                            for prompt, sampling, *more in wave
+                        )
+                    )
                     for wave in waves
                 ]
                 # The last answer is seen a moment before the step that brought it has been accounted for.

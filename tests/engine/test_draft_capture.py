@@ -75,7 +75,7 @@ def test_no_drafter_waits_for_the_device(
     attention = AttentionBatch(4, 4, 40, ints(7), ints(7), ints(8), [ints(40)])
     if network.features is not None:
         network.features.reserve(40)
-    found = drafter.propose(tables, Batch(ints(40), ints(40), attention), ints(6, 32), shape)
+    found = drafter.propose(tables, Batch(ints(40), ints(40), attention, ints(40)), ints(6, 32), shape)
     assert found.shape == (7,) and found.dtype == torch.int32
     assert drawn == [(7, 300)] * 3
     # A table that an earlier pass over the same batch had made would not be made by the graph.
@@ -83,5 +83,5 @@ def test_no_drafter_waits_for_the_device(
     assert works and not any(work is earlier for work in works for earlier in made_before)
     large = Shape(20, 8, 40, 40, 0)  # of more rows than it drafts for: it reads only
     attention = AttentionBatch(20, 1, 40, ints(28), ints(28), ints(29), [ints(40)])
-    assert drafter.propose(tables, Batch(ints(40), ints(40), attention), ints(6, 48), large).shape == (28,)
+    assert drafter.propose(tables, Batch(ints(40), ints(40), attention, ints(40)), ints(6, 48), large).shape == (28,)
     assert len(drawn) == 3

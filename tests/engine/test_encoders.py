@@ -18,8 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from vserve.engine.describe.reading import check_model
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.families.head_spec import HeadSpec
+from vserve.engine.layers.packed import Packed
 from vserve.engine.link.sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
-from vserve.engine.models.packed import Packed
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.config_checks import Purpose
 from vserve.engine.planning.memory import plan_encoder

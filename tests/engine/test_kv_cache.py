@@ -425,7 +425,8 @@ def test_extra_keys_tell_blocks_apart_from_theirs_on(monkeypatch: pytest.MonkeyP
     kv = make()
 
     def hashes(*extras: bytes) -> list[bytes]:
-        monkeypatch.setattr("vserve.engine.schedule.kv_cache.extra_keys", lambda request: {1: extras} if extras else {})
+        found = {1: extras} if extras else {}
+        monkeypatch.setattr("vserve.engine.schedule.kv_cache.extra_keys", lambda *_: found)
         req = request(1, range(12))
         kv.extend_hashes(req)
         return req.block_hashes

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
+from vserve.engine.link.media import MediaItem
 from vserve.engine.link.messages import EngineStats, LoadAdapter, RequestOutput
 from vserve.engine.link.sampling_params import SamplingParams
 from vserve.engine.options.config import EngineConfig
 from vserve.server.client.engine_client import EngineClient
 
 GIB = 1 << 30
-Requests = Sequence[tuple[list[int], SamplingParams]]  # prompt, how to go on
+Requests = Sequence[tuple[Any, ...]]  # prompt, how to go on, and perhaps the prompt's pictures
 Generate = Callable[..., tuple[list[list[RequestOutput]], EngineStats]]
 
 
@@ -36,9 +37,11 @@ def empty_card() -> Iterator[None]:
     collect()
 
 
-async def _answer(client: EngineClient, prompt: list[int], sampling: SamplingParams) -> list[RequestOutput]:
+async def _answer(
+    client: EngineClient, prompt: list[int], sampling: SamplingParams, media: tuple[MediaItem, ...] = ()
+) -> list[RequestOutput]:
     """No closure: the frame of one keeps, even when it is cleared, what it closes over."""
-    mailbox = client.submit(prompt, sampling)
+    mailbox = client.submit(prompt, sampling, media=media)
     outputs = [await mailbox.get()]
     while outputs[-1].finish_reason is None:
         outputs.append(await mailbox.get())

@@ -4,6 +4,7 @@
     kernels          every case of the kernels' tests, where core has those in which each two parameters meet
     foreign          models that transformers' code computes: their forwards in graphs
     families         every native family against transformers
+    images           towers against the CPU's, models with pictures against transformers
     encoders         models that read whole texts both ways, against the CPU's vectors
     spec             drafts: tokens in graphs of every depth, the noticing model in company, what a copy gains
     experts          the products and the routing of mixtures of experts
@@ -125,6 +126,7 @@ GROUPS: dict[str, list[list[Part]]] = {
     "kernels": [[side_by_side("kernels", "tests/kernels")]],
     "foreign": [[side_by_side("foreign", "tests/gpu/test_foreign_gpu.py")]],
     "families": [[side_by_side("families", "tests/gpu/test_families_gpu.py")]],
+    "images": [[tests("images", "tests/gpu/test_images_gpu.py")]],
     "encoders": [[tests("encoders", "tests/gpu/test_encoders_gpu.py")]],
     "experts": [
         [side_by_side("experts", "tests/kernels/test_moe.py", "tests/kernels/test_moe_route.py")],

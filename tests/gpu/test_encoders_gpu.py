@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from vserve.engine.layers.packed import Packed
 from vserve.engine.link.sampling_params import ALL, CLS, LAST, MEAN, Pooling, SamplingParams
-from vserve.engine.models.packed import Packed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -26,9 +26,11 @@ from .test_model_parity import CHUNKED, PagedRunner, difference, load, oracle, s
 
 SIZES: dict[str, Any] = {"max_position_embeddings": 64}
 # Names of the decoder and of the output matrix, in files of transformers today, before 4.52, and of Qwen 2 VL.
-NEW = {"decoder": "model.language_model.", "head": "lm_head.", "tower": "model.vision_tower."}
-OLD = {"decoder": "language_model.model.", "head": "language_model.lm_head.", "tower": "vision_tower."}
-BARE = {"decoder": "model.", "head": "lm_head.", "tower": "visual."}
+NEW = {"decoder": "model.language_model.", "head": "lm_head.", "tower": "model.vision_tower.",
+    "projector": "model.multi_modal_projector."}  # fmt: skip
+OLD = {"decoder": "language_model.model.", "head": "language_model.lm_head.", "tower": "vision_tower.",
+    "projector": "multi_modal_projector."}  # fmt: skip
+BARE = {"decoder": "model.", "head": "lm_head.", "tower": "visual.", "projector": "mm_projector."}
 PLAIN = {"rope_type": "default", "rope_theta": 1e4}
 OTHERS = {  # beside what PICTURES says of the text
     "Mistral Small 3": ("mistral3", {"model_type": "mistral", "sliding_window": None, "rope_parameters": PLAIN}),
@@ -222,7 +224,7 @@ def test_layers_behind_the_last_are_left_out_under_every_name() -> None:
 
 
 def test_what_the_start_says(tiny_model: Callable[..., Path]) -> None:
-    config = read_folder(tiny_model("llava", **SIZES))
+    config = read_folder(tiny_model("llava_next", **SIZES))
     (line,) = config.log_lines(text_is_enough=False)
-    assert line.startswith("LlavaForConditionalGeneration: its text is served, a request with a picture is refused")
+    assert line.startswith("LlavaNextForConditionalGeneration: its text is served, a request with a picture is refused")
     assert not list(config.log_lines(text_is_enough=True))

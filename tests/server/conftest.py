@@ -20,6 +20,7 @@ from fastapi import FastAPI
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from vserve.engine.link.media import MediaItem
 from vserve.engine.link.messages import AdapterLoaded, EngineInfo, EngineStats, LoadAdapter, RequestOutput, StepOutputs
 from vserve.engine.link.plan import TokenLogprobs
 from vserve.engine.link.sampling_params import SamplingParams
@@ -86,6 +87,7 @@ class Submitted:
     priority: int
     cache_salt: str | None
     tenant: int = 0
+    media: tuple[MediaItem, ...] = ()
 
 
 class ScriptedEngine:
@@ -135,10 +137,11 @@ class ScriptedEngine:
         cache_salt: str | None = None,
         tenant: int = 0,
         route: Route = ANYWHERE,
+        media: tuple[MediaItem, ...] = (),
     ) -> Mailbox:
         if self.dead is not None:
             raise EngineDeadError(self.dead)
-        request = Submitted(len(self.submitted), list(token_ids), sampling, priority, cache_salt, tenant)
+        request = Submitted(len(self.submitted), list(token_ids), sampling, priority, cache_salt, tenant, media)
         self.submitted.append(request)
         mailbox = Mailbox(request.id, time.monotonic())
         self._open[request.id] = mailbox

@@ -95,9 +95,9 @@ def test_tools_of_codex(thinking: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     render = type(thinking.model.tokenizer).render
 
-    def watched(tokenizer: Any, messages: Any, options: Any) -> str:
+    def watched(tokenizer: Any, messages: Any, options: Any, *more: Any) -> str:
         seen.append([tool["function"] for tool in options.get("tools", [])])
-        return render(tokenizer, messages, options)
+        return render(tokenizer, messages, options, *more)
 
     monkeypatch.setattr(type(thinking.model.tokenizer), "render", watched)
     built_in = [{"type": "web_search", "external_web_access": False}, {"type": "local_shell"}, {"type": "web_search"}]

@@ -257,9 +257,9 @@ def rendered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     counts: list[int] = []
     ordinary = Tokenizer.render
 
-    def watched(self: Tokenizer, messages: Any, options: Any) -> str:
+    def watched(self: Tokenizer, messages: Any, options: Any, *more: Any) -> str:
         counts.append(len(messages))
-        return ordinary(self, messages, options)
+        return ordinary(self, messages, options, *more)
 
     monkeypatch.setattr(Tokenizer, "render", watched)
     return counts

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...errors import bad_request, shorten, unsupported
-from ..as_chat import MAX_PARTS, objects, string, text_of
+from ..as_chat import MAX_PARTS, image_part, joined, objects, string, text_of
 from .stand_ins import stand_in
 
 # A line that Claude Code writes before its system message. It is another one with each request, so that nothing behind
@@ -32,8 +32,8 @@ def _system(value: Any, where: str) -> str:
     return text[start:]
 
 
-def chat_messages(messages: list[dict[str, Any]], leave_out: LeaveOut) -> list[dict[str, Any]]:
-    """Raises ApiError (400)."""
+def chat_messages(messages: list[dict[str, Any]], leave_out: LeaveOut, sees: bool = False) -> list[dict[str, Any]]:
+    """`sees`: pictures are parts of the chat's messages. Raises ApiError (400)."""
     said: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
         role, content, where = message.get("role"), message.get("content"), f"messages[{i}].content"
@@ -42,7 +42,7 @@ def chat_messages(messages: list[dict[str, Any]], leave_out: LeaveOut) -> list[d
         if role == "assistant":
             said.append(_assistant(content, where, leave_out))
         elif role == "user":
-            said += _user(content, where, leave_out)
+            said += _user(content, where, leave_out, sees)
         elif role == "system":
             said.append({"role": "system", "content": _system(content, where)})
         else:
@@ -51,39 +51,54 @@ def chat_messages(messages: list[dict[str, Any]], leave_out: LeaveOut) -> list[d
     return said
 
 
-def _user(content: Any, where: str, leave_out: LeaveOut) -> list[dict[str, Any]]:
+def _user(content: Any, where: str, leave_out: LeaveOut, sees: bool) -> list[dict[str, Any]]:
     """The results of tools are messages of their own."""
     if not isinstance(content, list):
         return [{"role": "user", "content": text_of(content, where, _TEXT)}]
     messages: list[dict[str, Any]] = []
-    texts: list[str] = []
+    parts: list[str | dict[str, Any]] = []
     for i, block in enumerate(objects(content, where, MAX_PARTS)):
         place = f"{where}[{i}]"
         if block.get("type") == "tool_result":
-            if texts:
-                messages.append({"role": "user", "content": "\n".join(texts)})
-                texts = []
-            messages.append(_result(block, place, leave_out))
+            if parts:
+                messages.append({"role": "user", "content": joined(parts)})
+                parts = []
+            messages.append(_result(block, place, leave_out, sees))
+        elif block.get("type") == "image" and sees:
+            parts.append(_image(block, place))
         elif block.get("type") == "image":  # whoever shows one asks about it: an answer would be made up
             raise unsupported(f"{place}.type", "Content of type 'image'")
         else:
-            texts.append(_text(block, place, leave_out))
-    if texts or not messages:
-        messages.append({"role": "user", "content": "\n".join(texts)})
+            parts.append(_text(block, place, leave_out))
+    if parts or not messages:
+        messages.append({"role": "user", "content": joined(parts)})
     return messages
 
 
-def _result(block: dict[str, Any], where: str, leave_out: LeaveOut) -> dict[str, Any]:
-    content = block.get("content")
+def _image(block: dict[str, Any], where: str) -> dict[str, Any]:
+    source, place = block.get("source"), f"{where}.source"
+    if not isinstance(source, dict):
+        raise bad_request(f"'{place}' must be an object.", place, "invalid_type")
+    if (kind := source.get("type")) == "base64":
+        return image_part(f"data:{string(source, 'media_type', place)};base64,{string(source, 'data', place)}")
+    if kind == "url":
+        return image_part(string(source, "url", place))
+    raise unsupported(f"{place}.type", f"A picture whose source is of type {shorten(kind)!r}")
+
+
+def _result(block: dict[str, Any], where: str, leave_out: LeaveOut, sees: bool) -> dict[str, Any]:
+    content, place = block.get("content"), f"{where}.content"
+    parts: list[str | dict[str, Any]] = []
     if isinstance(content, list):
-        place = f"{where}.content"
-        blocks = enumerate(objects(content, place, MAX_PARTS))
-        text = "\n".join(_text(part, f"{place}[{i}]", leave_out) for i, part in blocks)
+        for i, part in enumerate(objects(content, place, MAX_PARTS)):
+            seen = sees and part.get("type") == "image"
+            parts.append(_image(part, f"{place}[{i}]") if seen else _text(part, f"{place}[{i}]", leave_out))
     else:
-        text = "" if content is None else text_of(content, f"{where}.content", _TEXT)
-    if block.get("is_error"):
-        text = f"Error: {text}"  # templates have no other way to say so
-    return {"role": "tool", "tool_call_id": string(block, "tool_use_id", where), "content": text}
+        parts.append("" if content is None else text_of(content, place, _TEXT))
+    if block.get("is_error"):  # templates have no other way to say so
+        first = parts[0] if parts and isinstance(parts[0], str) else None
+        parts = ["Error: " if first is None else f"Error: {first}", *parts[first is not None :]]
+    return {"role": "tool", "tool_call_id": string(block, "tool_use_id", where), "content": joined(parts)}
 
 
 def _assistant(content: Any, where: str, leave_out: LeaveOut) -> dict[str, Any]:

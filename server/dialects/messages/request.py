@@ -54,12 +54,27 @@ class ToolUseBlock(TypedDict, total=False):
     input: Required[dict[str, Any]]
 
 
+class ImageSource(TypedDict, total=False):
+    type: Required[Literal["base64", "url"]]
+    media_type: str  # with base64: image/png, image/jpeg, image/webp or image/gif
+    data: str
+    url: str  # with url
+
+
+class ImageBlock(TypedDict, total=False):
+    """In messages of users and in results of tools, where the model sees pictures. Else it is refused in messages, and
+    a line of text in results."""
+
+    type: Required[Literal["image"]]
+    source: Required[ImageSource]
+
+
 class OtherBlock(TypedDict, total=False):
-    """Becomes a line of text in its place. Documents may have a text as their source; images are for results only."""
+    """Becomes a line of text in its place. Documents may have a text as their source."""
 
     type: Required[
         Literal[
-            "image", "document", "search_result", "tool_reference", "container_upload", "server_tool_use",
+            "document", "search_result", "tool_reference", "container_upload", "server_tool_use",
             "mcp_tool_use", "mcp_tool_result", "web_search_tool_result", "web_fetch_tool_result",
             "code_execution_tool_result", "bash_code_execution_tool_result",
             "text_editor_code_execution_tool_result", "tool_search_tool_result",
@@ -70,13 +85,13 @@ class OtherBlock(TypedDict, total=False):
 class ToolResultBlock(TypedDict, total=False):
     type: Required[Literal["tool_result"]]
     tool_use_id: Required[str]
-    content: str | list[TextBlock | OtherBlock] | None
+    content: str | list[TextBlock | ImageBlock | OtherBlock] | None
     is_error: bool
 
 
 class MessageParam(TypedDict):
     role: Literal["user", "assistant", "system"]
-    content: str | list[TextBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | OtherBlock] | None
+    content: str | list[TextBlock | ImageBlock | ThinkingBlock | ToolUseBlock | ToolResultBlock | OtherBlock] | None
 
 
 class ServerTool(TypedDict, total=False):
@@ -174,7 +189,7 @@ class Conversation(SamplingFields):
     def chat(self, **more: Any) -> ChatRequest:
         """Raises ApiError (400) in terms of this request."""
         system = system_text(self.system)
-        messages = chat_messages(self.messages, self.leave_out)
+        messages = chat_messages(self.messages, self.leave_out, self._sees)
         offered = self._offered()
         if system:
             messages.insert(0, {"role": "system", "content": system})

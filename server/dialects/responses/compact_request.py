@@ -38,11 +38,12 @@ class CompactRequest(SamplingFields):
 
     def chat(self, before: list[dict[str, Any]]) -> ChatRequest:
         """`before`: the messages of the previous response. Raises ApiError (400) in terms of this request."""
-        messages = [*before, *input_messages(self.input if self.input is not None else [], self.leave_out)]
+        given = self.input if self.input is not None else []
+        messages = [*before, *input_messages(given, self.leave_out, self._sees)]
         if not messages:
             message = "There is nothing to compact: send the conversation as 'input', or a 'previous_response_id'."
             raise bad_request(message, "input", "missing_required_parameter")
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        given = {"model": self.model, "messages": [*system, *compacted(messages)], "reasoning_effort": "none"}
+        asked = {"model": self.model, "messages": [*system, *compacted(messages)], "reasoning_effort": "none"}
         with speaking_of(NAMES):
-            return chat_request({**self.sampling, **given})
+            return chat_request({**self.sampling, **asked})

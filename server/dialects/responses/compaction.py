@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from ...errors import bad_request
-from ..as_chat import string
+from ..as_chat import string, with_line_between
 
 VERSION = 1
 PROMPT = (
@@ -46,7 +46,7 @@ def compacted(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     last = messages[-1]
     if last["role"] != "user":
         return [*messages, {"role": "user", "content": PROMPT}]
-    return [*messages[:-1], {**last, "content": f"{last['content']}\n\n{PROMPT}"}]
+    return [*messages[:-1], {**last, "content": with_line_between([last["content"], PROMPT])}]
 
 
 def user_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:

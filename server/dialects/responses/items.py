@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from ...errors import bad_request, shorten, unsupported
-from ..as_chat import MAX_PARTS, objects, part_text, string, text_of
+from ..as_chat import MAX_PARTS, image_part, joined, objects, part_text, string, text_of, with_line_between
 from .compaction import compaction_message
 from .tools import call_of_text, in_chat
 
@@ -37,23 +37,25 @@ _THOUGHT = {"reasoning_text": "text", "summary_text": "text", "text": "text"}
 LeaveOut = Callable[[str], None]  # hears the name of each kind of content that becomes text
 
 
-def input_messages(value: Any, leave_out: LeaveOut) -> list[dict[str, Any]]:
-    """Of the field "input", a string or items. Raises ApiError (400)."""
+def input_messages(value: Any, leave_out: LeaveOut, sees: bool = False) -> list[dict[str, Any]]:
+    """Of the field "input", a string or items. `sees`: pictures are parts of the messages. Raises ApiError (400)."""
     if isinstance(value, str):
         return [{"role": "user", "content": value}]
     if not isinstance(value, list):
         raise bad_request("'input' must be a string or a list of items.", "input", "invalid_type")
-    return item_messages(objects(value, "input"), "input", leave_out)
+    return item_messages(objects(value, "input"), "input", leave_out, sees)
 
 
-def item_messages(items: list[dict[str, Any]], where: str, leave_out: LeaveOut) -> list[dict[str, Any]]:
+def item_messages(
+    items: list[dict[str, Any]], where: str, leave_out: LeaveOut, sees: bool = False
+) -> list[dict[str, Any]]:
     """Reasoning, text and calls that follow each other are one message of the assistant."""
     messages: list[dict[str, Any]] = []
     for i, item in enumerate(items):
         kind = item.get("type") or "message"
         place = f"{where}[{i}]"
         if kind == "message":
-            _message(messages, item, place)
+            _message(messages, item, place, sees)
         elif kind == "reasoning":
             thought = text_of(item.get("content") or item.get("summary") or "", f"{place}.content", _THOUGHT)
             if thought:
@@ -64,7 +66,10 @@ def item_messages(items: list[dict[str, Any]], where: str, leave_out: LeaveOut) 
             name = in_chat(string(item, "name", place), item.get("namespace"))
             _call(messages, string(item, "call_id", place), name, arguments)
         elif kind in ("function_call_output", "custom_tool_call_output"):
-            content = _result(item.get("output"), f"{place}.output", leave_out)
+            content = _result(item.get("output"), f"{place}.output", leave_out, sees)
+            messages.append({"role": "tool", "tool_call_id": string(item, "call_id", place), "content": content})
+        elif kind == "computer_call_output" and sees:
+            content = joined([_image(item.get("output"), f"{place}.output")])
             messages.append({"role": "tool", "tool_call_id": string(item, "call_id", place), "content": content})
         elif isinstance(kind, str) and (kind in _RUN_BY_CLIENTS or kind in _RUN_ELSEWHERE):
             leave_out(f"input.{kind}")
@@ -84,17 +89,27 @@ def _call(messages: list[dict[str, Any]], id: str, name: str, arguments: str) ->
     _assistant(messages).setdefault("tool_calls", []).append(call)
 
 
-def _result(output: Any, where: str, leave_out: LeaveOut) -> str:
+def _result(output: Any, where: str, leave_out: LeaveOut, sees: bool) -> str | list[dict[str, Any]]:
     if not isinstance(output, list):
         return text_of("" if output is None else output, where, _RESULT)
-    texts = []
+    parts: list[str | dict[str, Any]] = []
     for i, part in enumerate(objects(output, where, MAX_PARTS)):
-        if (line := _UNSEEN.get(str(part.get("type")))) is not None:
+        if part.get("type") == "input_image" and sees:
+            parts.append(_image(part, f"{where}[{i}]"))
+        elif (line := _UNSEEN.get(str(part.get("type")))) is not None:
             leave_out(f"input.{part['type']}")
-            texts.append(line)
+            parts.append(line)
         else:
-            texts.append(part_text(part, f"{where}[{i}]", _RESULT))
-    return "\n".join(texts)
+            parts.append(part_text(part, f"{where}[{i}]", _RESULT))
+    return joined(parts)
+
+
+def _image(part: Any, where: str) -> dict[str, Any]:
+    if not isinstance(part, dict):
+        raise bad_request(f"'{where}' must be an object with a picture.", where, "invalid_type")
+    if part.get("image_url") is None and part.get("file_id") is not None:
+        raise unsupported(f"{where}.file_id", "A picture by its 'file_id' (send it as 'image_url', a URL or data URL)")
+    return image_part(string(part, "image_url", where), part.get("detail"))
 
 
 def _of_built_in_tool(messages: list[dict[str, Any]], item: dict[str, Any], kind: str, place: str) -> None:
@@ -125,13 +140,25 @@ def _say(messages: list[dict[str, Any]], line: str) -> None:
     message["content"] = f"{message['content']}\n{line}" if message.get("content") else line
 
 
-def _message(messages: list[dict[str, Any]], item: dict[str, Any], place: str) -> None:
+def _message(messages: list[dict[str, Any]], item: dict[str, Any], place: str, sees: bool) -> None:
     role = item.get("role")
     if role not in ROLES:
         raise bad_request(
             f"'{place}.role' must be one of {', '.join(ROLES)}, but it is {shorten(role)!r}.", f"{place}.role"
         )
-    content = text_of("" if item.get("content") is None else item["content"], f"{place}.content", _SPOKEN)
+    content, where = item.get("content"), f"{place}.content"
+    if isinstance(content, list) and sees and role == "user":
+        parts = enumerate(objects(content, where, MAX_PARTS))
+        content = joined(
+            [
+                _image(part, f"{where}[{i}]")
+                if part.get("type") == "input_image"
+                else part_text(part, f"{where}[{i}]", _SPOKEN)
+                for i, part in parts
+            ]
+        )
+    else:
+        content = text_of("" if content is None else content, where, _SPOKEN)
     if role == "assistant":
         _assistant(messages, "content", "tool_calls")["content"] = content
     else:
@@ -144,7 +171,7 @@ def _join_users(messages: list[dict[str, Any]]) -> None:
     while first and messages[first - 1]["role"] == "user":
         first -= 1
     if users := messages[first:]:
-        messages[first:] = [{"role": "user", "content": "\n\n".join(message["content"] for message in users)}]
+        messages[first:] = [{"role": "user", "content": with_line_between([one["content"] for one in users])}]
 
 
 def _assistant(messages: list[dict[str, Any]], *without: str) -> dict[str, Any]:

@@ -156,7 +156,7 @@ class ResponsesRequest(SamplingFields):
 
     def messages(self) -> list[dict[str, Any]]:
         """Of the input alone. Raises ApiError (400)."""
-        return input_messages(self.input, self.leave_out)
+        return input_messages(self.input, self.leave_out, self._sees)
 
     def chat(self, messages: list[dict[str, Any]]) -> ChatRequest:
         """`messages`: of the whole conversation. Raises ApiError (400) in terms of this request."""

@@ -12,10 +12,18 @@ class InputText(TypedDict, total=False):
     text: Required[str]
 
 
+class InputImage(TypedDict, total=False):
+    """Where the model sees pictures. Else it is refused in messages, and a line of text in the results of tools."""
+
+    type: Required[Literal["input_image"]]
+    image_url: Required[str]  # https, http, or data:image/…;base64,
+    detail: Literal["auto", "low", "high", "original"]
+
+
 class InputMessage(TypedDict, total=False):
     type: Literal["message"]
     role: Required[Literal["system", "developer", "user", "assistant"]]
-    content: Required[str | list[InputText]]
+    content: Required[str | list[InputText | InputImage]]
 
 
 class FunctionCallItem(TypedDict, total=False):
@@ -29,7 +37,7 @@ class FunctionCallItem(TypedDict, total=False):
 class FunctionCallOutputItem(TypedDict, total=False):
     type: Required[Literal["function_call_output"]]
     call_id: Required[str]
-    output: Required[str | list[InputText]]
+    output: Required[str | list[InputText | InputImage]]
 
 
 class CustomToolCallItem(TypedDict, total=False):
@@ -43,7 +51,7 @@ class CustomToolCallItem(TypedDict, total=False):
 class CustomToolCallOutputItem(TypedDict, total=False):
     type: Required[Literal["custom_tool_call_output"]]
     call_id: Required[str]
-    output: Required[str | list[InputText]]
+    output: Required[str | list[InputText | InputImage]]
 
 
 class BuiltInItem(TypedDict, total=False):

@@ -1,0 +1,1 @@
+"""Pictures of requests: where they come from, how they are fetched and decoded, and the tokens that stand for them."""
