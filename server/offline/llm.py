@@ -194,7 +194,7 @@ class LLM(PooledCalls, Jobs):
                                       chat_template_kwargs, tools)  # fmt: skip
         if any(media):
             raise ValueError("token ids of pictures mean nothing without them: give the messages to chat()")
-        return [TokensPrompt(prompt=text, prompt_token_ids=token_ids) for text, token_ids in pairs]
+        return [TokensPrompt(prompt=text or "", prompt_token_ids=token_ids) for text, token_ids in pairs]
 
     def enqueue(
         self,

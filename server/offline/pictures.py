@@ -39,7 +39,9 @@ class Pictures:
         if isinstance(prompts, Mapping):
             (plain,), found = self.beside([prompts])
             return plain, found
-        if isinstance(prompts, str) or not any(isinstance(one, Mapping) and KEY in one for one in prompts):
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            return prompts, []
+        if not any(isinstance(one, Mapping) and KEY in one for one in prompts):
             return prompts, []
         plain, pictures = [], []
         for i, one in enumerate(prompts):
@@ -152,7 +154,7 @@ def _listed(given: Any, index: int) -> list[Any]:
     if not isinstance(given, Mapping) or (unknown := set(given) - {"image"}):
         what = f"has {min(map(str, unknown))!r}" if isinstance(given, Mapping) else f"is {given!r:.60}"
         raise ValueError(f"prompt {index}: '{KEY}' {what}: give {{'image': …}}, a picture or a list of them")
-    pictures = given["image"]
+    pictures = given.get("image")
     if pictures is None:
         return []
     return list(pictures) if isinstance(pictures, list | tuple) else [pictures]

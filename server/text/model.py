@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
@@ -20,8 +20,6 @@ from ...engine.files.gguf_file import read_gguf
 from ...engine.link.sampling_params import LAST, MEAN
 from ...engine.options.config import EngineConfig
 from ...engine.options.model_path import cache_folder, find_model, is_gguf
-from ...engine.vision.processor import Processor
-from ...engine.vision.processors import read_processor
 from ..errors import ApiError, shorten
 from ..options.config import ServerConfig
 from ..parsers.formats import Formats, choose
@@ -35,6 +33,9 @@ from .template import read_template
 from .tokenizer import NoTokenizer, Tokenizer
 from .tool_text import ToolText, reader_of
 from .trial import try_out
+
+if TYPE_CHECKING:
+    from ...engine.vision.processor import Processor
 
 logger = logging.getLogger(__name__)
 
@@ -148,8 +149,12 @@ def _processor(described: dict[str, Any], engine: EngineConfig, folder: Path) ->
         vision = read_vision(described, engine, folder)
     except ModelError:  # of which the engine says what is wrong
         return None
+    if vision is None:
+        return None
+    from ...engine.vision.processors import read_processor  # with NumPy, which the server starts without
+
     try:
-        return None if vision is None else read_processor(folder, vision, engine.processor_kwargs)
+        return read_processor(folder, vision, engine.processor_kwargs)
     except ModelError as error:
         raise ConfigError(str(error)) from None
 
