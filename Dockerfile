@@ -4,6 +4,7 @@
 # The volume keeps what was downloaded and what was compiled; --stop-timeout is longer than --shutdown-timeout.
 # torch comes with CUDA's libraries; for the CPU alone (a tenth of the size):
 #   docker build -t vserve --build-arg PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu .
+# With other extras of pyproject.toml than traces and events of the cache: --build-arg EXTRAS=otel,ray; none: EXTRAS=
 ARG BASE_IMAGE=debian:bookworm-slim
 
 # ---- the packages that vserve needs: a layer that changes only with their versions ----
@@ -17,11 +18,13 @@ ARG PIP_INDEX_URL
 ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 ARG PIP_CERT
+ARG EXTRAS=otel,kv-events
 WORKDIR /source
 COPY pyproject.toml constraints.txt ./
 RUN python3 -m venv --without-pip /opt/vserve \
- && python3 -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['dependencies'], sep='\n')" \
-      > requirements.txt \
+ && python3 -c "import sys, tomllib; p = tomllib.load(open('pyproject.toml', 'rb'))['project']; \
+      print(*p['dependencies'], *(d for e in sys.argv[1].replace(',', ' ').split() for d in p['optional-dependencies'][e]), sep='\n')" \
+      "$EXTRAS" > requirements.txt \
  && pip --python /opt/vserve/bin/python install --no-cache-dir --constraint constraints.txt --requirement requirements.txt
 # What only compiling against these packages, or testing them, needs.
 RUN cd /opt/vserve/lib/python3*/site-packages \

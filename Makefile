@@ -56,8 +56,8 @@ COMMIT_TIME = $(shell git log -1 --format=%ct 2>/dev/null || echo 0)
 CREATED = $(shell date -u -d @$(COMMIT_TIME) +%Y-%m-%dT%H:%M:%SZ 2>/dev/null || date -u -r $(COMMIT_TIME) +%Y-%m-%dT%H:%M:%SZ)
 # Where the sources are, for whom the image reaches: SOURCE=https://…
 SOURCE ?=
-# What pip of the build reads: make image PIP_EXTRA_INDEX_URL=…
-BUILD_ARGS = $(foreach name,BASE_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL,$(if $($(name)),--build-arg $(name)=$($(name))))
+# What pip of the build reads: make image PIP_EXTRA_INDEX_URL=… EXTRAS=otel,ray
+BUILD_ARGS = $(foreach name,BASE_IMAGE PIP_INDEX_URL PIP_EXTRA_INDEX_URL EXTRAS,$(if $($(name)),--build-arg $(name)=$($(name))))
 
 .PHONY: serve test test-all test-slow proved faults test-gpu test-templates lint format clean wheel image
 

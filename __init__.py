@@ -6,6 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .server.offline.adapters import LoRARequest
+    from .server.offline.engine import AsyncLLM, LLMEngine
+    from .server.offline.engine import AsyncLLM as AsyncLLMEngine
+    from .server.offline.engine_args import EngineArgs
+    from .server.offline.engine_args import EngineArgs as AsyncEngineArgs
     from .server.offline.llm import LLM
     from .server.offline.outputs import (
         ClassificationRequestOutput,
@@ -21,9 +25,14 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
+    "AsyncLLM",
+    "AsyncLLMEngine",
     "ClassificationRequestOutput",
     "CompletionOutput",
     "EmbeddingRequestOutput",
+    "EngineArgs",
+    "LLMEngine",
     "LoRARequest",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -38,6 +47,11 @@ __all__ = [
 
 _HOMES = {
     "LLM": "llm",
+    "AsyncEngineArgs": "engine_args",
+    "AsyncLLM": "engine",
+    "AsyncLLMEngine": "engine",
+    "EngineArgs": "engine_args",
+    "LLMEngine": "engine",
     "ClassificationRequestOutput": "outputs",
     "CompletionOutput": "outputs",
     "EmbeddingRequestOutput": "outputs",
@@ -52,6 +66,8 @@ _HOMES = {
     "TokensPrompt": "prompt_like",
 }
 
+_OTHER_NAMES = {"AsyncEngineArgs": "EngineArgs", "AsyncLLMEngine": "AsyncLLM"}  # vLLM's of the same things
+
 
 def __getattr__(name: str) -> Any:
     """The offline API, imported when it is first asked for: the command line must not wait for it."""
@@ -59,7 +75,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     import importlib
 
-    return getattr(importlib.import_module(f".server.offline.{_HOMES[name]}", __name__), name)
+    home = importlib.import_module(f".server.offline.{_HOMES[name]}", __name__)
+    return getattr(home, _OTHER_NAMES.get(name, name))
 
 
 def __dir__() -> list[str]:

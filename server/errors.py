@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -99,8 +99,11 @@ def unsupported(param: str, what: str | None = None) -> ApiError:
     return bad_request(f"{what or repr(param)} is not supported by this server.", param, "unsupported_parameter")
 
 
-def model_not_found(name: str, served: str) -> ApiError:
-    message = f"The model `{shorten(name)}` does not exist; this server has `{shorten(served)}`."
+def model_not_found(name: str, served: Sequence[str]) -> ApiError:
+    """`served`: names, of which eight are told."""
+    told = ", ".join(f"`{shorten(one)}`" for one in served[:8])
+    more = f" and {len(served) - 8} more, see /v1/models" if len(served) > 8 else ""
+    message = f"The model `{shorten(name)}` does not exist; this server has {told}{more}."
     return ApiError(404, message, param="model", code="model_not_found")
 
 

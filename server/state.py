@@ -192,8 +192,12 @@ class ServerState:
         if asked is None:
             return self.model.names[0]
         if asked not in self.model.names and self.adapters.find(asked) is None:
-            raise model_not_found(asked, " and ".join(state.model.names[0] for state in self.states))
+            raise model_not_found(asked, [name for state in self.states for name in state.offered_names()])
         return asked
+
+    def offered_names(self) -> list[str]:
+        """The model's first name, and its adapters."""
+        return [self.model.names[0], *(adapter.name for adapter in self.adapters)]
 
     def adapters_in_use(self) -> tuple[list[str], list[str]]:
         """(Adapters of requests that the engine has begun, of those that wait), by name."""

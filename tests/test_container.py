@@ -216,3 +216,21 @@ def test_the_proof_is_a_script_that_bash_reads():
     assert script.stat().st_mode & 0o111
     assert subprocess.run(["bash", "-n", script], timeout=240).returncode == 0
     assert not re.findall(r"https?://[\w.]*(?:debian|ubuntu)", script.read_text()), "the machine's apt knows a mirror"
+
+
+def test_extras_of_the_image(tmp_path: Path, monkeypatch: Any) -> None:
+    """What the build makes of EXTRAS is what pyproject.toml says; a refusal inside names the argument."""
+    (build,) = (rest for name, rest in INSTRUCTIONS if "requirements.txt" in rest and name == "RUN")
+    (command,) = re.findall(r'python3 -c "(import sys, tomllib.*?)" "\$EXTRAS"', build)
+    listed = PROJECT["project"]["dependencies"]
+    for extras, more in (("", []), ("otel,kv-events", ["opentelemetry-sdk", "pyzmq"]), ("ray", ["ray>=2.50,<3"])):
+        words = ["python3", "-c", command, extras]
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+        assert done[: len(listed)] == listed and set(more) <= set(done) and (more or len(done) == len(listed))
+    assert ("ARG", "EXTRAS=otel,kv-events") in INSTRUCTIONS
+    from vserve.engine.options import extras as module
+
+    assert module.how_to_install("otel") == "pip install 'vserve[otel]'"
+    assert f"venv --without-pip {module.IMAGE} " in build
+    monkeypatch.setattr(module.sys, "prefix", module.IMAGE)
+    assert "--build-arg EXTRAS=otel" in module.how_to_install("otel")

@@ -164,6 +164,7 @@ class Failure(msgspec.Struct, frozen=True, array_like=True, tag="failure"):
     """The engine cannot go on (or cannot start): the cause and the remedy in one line, then it exits."""
 
     message: str
+    is_refusal: bool = False  # of what it was configured with: no other start with it succeeds
 
 
 # Those of every step cannot be part of a circle: the garbage collector need not look at them.

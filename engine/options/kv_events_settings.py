@@ -6,6 +6,8 @@ import importlib.util
 import json
 from typing import Any
 
+from .extras import how_to_install
+
 DEFAULTS: dict[str, Any] = {
     "enable_kv_cache_events": False, "publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557", "bind": None,
     "replay_endpoint": None, "buffer_steps": 10_000, "hwm": 100_000, "max_queue_size": 100_000, "topic": "",
@@ -50,7 +52,7 @@ def problem(text: str) -> str | None:
         if not fine:
             return f"its {name!r} is {json.dumps(value):.60}: it must be {wanted}"
     if settings(text) is not None and importlib.util.find_spec("zmq") is None:
-        return "publishing needs pyzmq: pip install 'vserve[kv-events]'"
+        return f"publishing needs pyzmq: {how_to_install('kv-events')}"
     return None
 
 

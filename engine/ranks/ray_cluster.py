@@ -20,6 +20,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..options.config import EngineConfig
+from ..options.extras import how_to_install
 from .handshake import VARIABLES, rendezvous, use_interface, versions
 from .messages import Seat
 from .node import Node
@@ -225,7 +226,7 @@ def connect() -> Any:
         import ray
     except ImportError:
         raise ConfigError(
-            "--distributed-executor-backend ray: Ray is not installed here: pip install 'vserve[ray]'"
+            f"--distributed-executor-backend ray: Ray is not installed here: {how_to_install('ray')}"
         ) from None
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

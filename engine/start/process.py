@@ -185,7 +185,7 @@ async def serve(sock: socket.socket, listener: socket.socket | None = None) -> i
         if not expected:
             logger.error("engine process failed", exc_info=error)
         message = " ".join((str(error) if expected else f"{type(error).__name__}: {error}").split())
-        send(Failure(message))
+        send(Failure(message, isinstance(error, ConfigError)))
         code = 1
     guests = [] if clients is None else [clients.finish(GUESTS_LAST_WORDS)]
     await asyncio.gather(connection.finish(LAST_WORDS), *guests)

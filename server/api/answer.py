@@ -108,7 +108,9 @@ async def _submit(dialect: Dialect, ticket: Ticket, arrival: float, name: str) -
         tenant=ticket.tenant,
         route=route,
         on_close=ended if adapter is None else adapter.use(ended),
+        model=name if adapter is None else server.model.names[0],
         adapter="" if adapter is None else adapter.name,
+        tells_timing=server.config.enable_per_request_metrics,
     )
     await generation.submit()
     if dialect.charge is not None:

@@ -16,6 +16,7 @@ from ..dialects.events import Events
 from ..dialects.pieces import NONE, Pieces
 from ..dialects.recorded import Recorded
 from ..dialects.store import Stored
+from ..generation import timing
 from ..generation.answer import Answer
 from ..generation.generation import Generation
 from ..http.auth import owner_of
@@ -111,6 +112,7 @@ class ChatCompletion(Chatting):
             "prompt_token_ids": list(answers[0].choice.prompt.token_ids) if self.body.return_token_ids else None,
             "kv_transfer_params": None,
             "usage": generation.usage(),
+            **timing.told(generation),
         }
 
 

@@ -9,6 +9,7 @@ from fastapi import Request, Response
 
 from ..dialects.completions import CompletionChunks, choices
 from ..dialects.events import Events
+from ..generation import timing
 from ..generation.answer import Answer
 from ..generation.generation import Generation
 from ..text.encoding import Encoder
@@ -65,4 +66,5 @@ class Completion(Generating):
             "system_fingerprint": None,
             "kv_transfer_params": None,
             "usage": generation.usage(),
+            **timing.told(generation),
         }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
@@ -31,14 +31,19 @@ async def read_request(model: type[Model], request: Request) -> Model:
     body = await work_on_body(request, lambda: validated(model, decode(raw)))
     if (held := getattr(request.state, "held_body", None)) is not None:
         held.release()
-    check_ignored(request, list(body.model_extra or ()))
+    check_ignored(request, list(body.model_extra or ()), list(model.model_fields))
     return body
 
 
-def check_ignored(request: Request, names: list[str]) -> None:
-    """Raises ApiError (400) with --strict-params, where something of a request was ignored."""
-    if names and request.app.state.server.config.strict_params:
+def check_ignored(request: Request, names: list[str], known: Sequence[str] = ()) -> None:
+    """Counts what of a request was ignored. `known`: the fields that it may have. Raises ApiError (400) with
+    --strict-params."""
+    if not names:
+        return
+    server = request.app.state.server
+    if server.config.strict_params:
         raise unknown_parameter(names[0])
+    server.metrics.unknown_fields.take(names, known)
 
 
 def measure(request: Request, raw: bytes) -> Callable[[bytes], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import Any, NoReturn
 
@@ -77,6 +78,9 @@ class Parser(argparse.ArgumentParser):
         return flags
 
     def error(self, message: str) -> NoReturn:
+        if found := re.match(r"(argument .*: )invalid choice: ('.*') \(choose from (.*)\)", message):
+            where, value, choices = found.groups()
+            message = f"{where}{value} is none of its values: choose {choices.replace(chr(39), '')}"
         self.exit(2, f"{self.prog}: {message} (`{self.prog} --help` lists the options)\n")
 
     def help_on(self, word: str) -> str:

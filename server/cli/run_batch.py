@@ -51,11 +51,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--enable-metrics", action="store_true", help="answer GET /metrics on --host and --port while the batch runs"
     )
+    group.add_argument(
+        "--fail-on-error", action="store_true", help="end with code 1 where a request was refused or failed"
+    )
     add_flags(parser, EngineConfig, ServerConfig)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Returns 0 where every line has its line of output, whatever it says; 1 where the batch could not be run."""
+    """Returns 0 where every line has its line of output, whatever it says; 1 where the batch could not be run, and with
+    --fail-on-error where a request failed."""
     logging.basicConfig(level="WARNING", format="%(levelname)s %(message)s", stream=sys.stderr)
     try:
         engine, server = read_flags(arguments)
@@ -83,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     print(f"{len(requests)} requests, {failed} of them refused or failed", file=sys.stderr)
-    return 0
+    return 1 if failed and arguments.fail_on_error else 0
 
 
 def read_requests(path: str) -> list[Line]:
@@ -202,6 +206,7 @@ async def _application(
         await client.start()
         model = await asyncio.to_thread(load_text_model, engine.model, server, engine)
         app = create_app(client, server, model, beside=beside)
+        await app.state.server.adapters.load_all(server.modules())
         progress.done()
         transport = httpx.ASGITransport(app, raise_app_exceptions=False)
         async with (

@@ -8,7 +8,8 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from ...engine.link.messages import ToEngine
+from ...engine.errors import ConfigError
+from ...engine.link.messages import Failure, ToEngine
 from ...engine.options.config import EngineConfig
 from ...engine.start.process import run_engine
 from .launched import LaunchedEngine
@@ -105,6 +106,8 @@ class LocalEngine:
     async def _run(self, config: EngineConfig) -> None:
         try:
             await run_engine(config, self._on_message, self._attach)
+        except ConfigError as error:
+            self._on_message(Failure(str(error), is_refusal=True))
         except Exception as error:
             logger.debug("engine failed", exc_info=error)
             self._on_lost(str(error) or type(error).__name__)

@@ -39,7 +39,7 @@ from ...engine.link.sampling_params import SamplingParams, unknown_token_problem
 from ...engine.options.config import EngineConfig
 from ...engine.planning.host_memory import killed
 from .engine import Engine, make_engine
-from .mailbox import EngineDeadError, Mailbox, refused
+from .mailbox import EngineDeadError, EngineRefusedError, Mailbox, refused
 from .meeting import Meeting
 from .open_requests import OpenRequests
 from .routing import ANYWHERE, Route
@@ -277,7 +277,7 @@ class EngineClient:
             if not self._started.done():
                 self._started.set_result(None)
         elif isinstance(message, Failure):
-            self._down(message.message)
+            self._down(message.message, EngineRefusedError if message.is_refusal else EngineDeadError)
 
     # ---- its life and death ----
 
@@ -300,12 +300,12 @@ class EngineClient:
         self._send = engine.send
         await self._started
 
-    def _down(self, cause: str) -> None:
+    def _down(self, cause: str, kind: type[EngineDeadError] = EngineDeadError) -> None:
         """Fails everything that is open, at once. The first cause of a death is the one that counts."""
         if self._closing or self.dead is not None:
             return
         if not self._started.done():  # whoever starts it goes on from here
-            self._started.set_exception(EngineDeadError(cause))
+            self._started.set_exception(kind(cause))
         elif self.ready:
             self.ready = False
             self.down = cause

@@ -16,6 +16,10 @@ class EngineDeadError(Exception):
     """The engine is gone; the message is the cause, in one line."""
 
 
+class EngineRefusedError(EngineDeadError):
+    """The engine does not start with this configuration, however often."""
+
+
 class ShuttingDownError(EngineDeadError):
     """The server was told to end and waits no longer."""
 

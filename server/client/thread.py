@@ -34,6 +34,15 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="vserve-llm", daemon=True)
         self._thread.start()
 
+    def start(self, work: Coroutine[Any, Any, None]) -> Callable[[], None]:
+        """Starts `work`, which nobody waits for; the function returned ends it."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+
+        def end() -> None:
+            future.cancel()
+
+        return end
+
     def begin(self, work: Coroutine[Any, Any, T]) -> Callable[[], T]:
         """Starts `work`; the function returned waits for its result, and cancels it when the wait is interrupted."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from ..errors import ApiError
+from ..generation import timing
 from ..generation.choice import Choice, Delta, Prompt
 from ..generation.generation import Generation
 from ..generation.logprobs import LogprobFormat, PromptReport
@@ -124,7 +125,10 @@ class Chunks:
     def closing(self) -> bytes:
         """After the last choice has finished."""
         if self._include_usage:
-            return self._usage_open + encode(self._generation.usage()) + b"}\n\n" + DONE
+            measured = b"".join(
+                b',"%b":%b' % (name.encode(), encode(it)) for name, it in timing.told(self._generation).items()
+            )
+            return self._usage_open + encode(self._generation.usage()) + measured + b"}\n\n" + DONE
         return DONE
 
     def failure(self, error: ApiError) -> bytes:

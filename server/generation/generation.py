@@ -60,12 +60,17 @@ class Generation:
         tenant: int = 0,
         route: Route = ANYWHERE,
         on_close: Callable[[], None] | None = None,
+        model: str = "",
         adapter: str = "",
+        tells_timing: bool = False,
     ) -> None:
         """Of prompts × n requests, which `submit` sends; choice i of prompt p has index p · n + i.
 
-        `on_close` is called when nothing of this is open any more. `adapter`: what clients call that of the prompts.
+        `on_close` is called when nothing of this is open any more. `model` and `adapter`: what clients call those of
+        the prompts; `tells_timing`: see --enable-per-request-metrics.
         """
+        self.model, self.adapter = model, adapter
+        self.tells_timing = tells_timing
         self.prompts = list(prompts)
         self.n = n
         self.arrival = arrival
@@ -76,7 +81,6 @@ class Generation:
         self._client = client
         self._observer = observer
         self._on_close = on_close
-        self._adapter = adapter
         self._tokenizer = tokenizer
         self._text = text
         self._priority = priority
@@ -221,7 +225,7 @@ class Generation:
             if output.error is not None and output.error in _OWN_DOING:
                 raise ApiError(400, f"{output.error[0].upper()}{output.error[1:]}.", **_OWN_DOING[output.error])
             if output.error in (ADAPTER_NOT_LOADED, ADAPTER_UNUSABLE):
-                raise adapter_unavailable(self._adapter)
+                raise adapter_unavailable(self.adapter)
             raise ApiError(500, f"The engine failed on this request: {output.error}.", type="server_error")
         self.abort_reason = "error" if self.on_abort is None else "timeout"
         self._finish(choice, "abort")

@@ -253,6 +253,14 @@ class EngineCollector(Collector):
             ("requests_timed_out", "Requests that took too long, by which limit.", metrics.timed_out_requests),
         ):
             yield counter(name, help, counts.items(), "reason")
+        yield counter(
+            "requests_with_unknown_fields", "Requests with fields that change nothing.",
+            metrics.unknown_fields.num_requests,
+        )  # fmt: skip
+        if metrics.adapter_requests:
+            requests, tokens = metrics.adapter_requests.items(), metrics.adapter_tokens.items()
+            yield counter("adapter_requests", "Ended requests of each adapter.", requests, "adapter")
+            yield counter("adapter_generation_tokens", "Tokens generated for them.", tokens, "adapter")
         grammars = metrics.grammars
         yield counter("grammar_cache_hits", "Structured outputs whose grammar was compiled before.", grammars.num_hits)
         yield counter("grammar_cache_misses", "Structured outputs whose grammar was not.", grammars.num_misses)

@@ -17,6 +17,7 @@ from ..media.pictures import Pictures
 from ..options.config import ServerConfig
 from .preemptions import Preemptions
 from .throughput import Throughput
+from .unknown_fields import UnknownFields
 
 if TYPE_CHECKING:
     from ..grammar.service import GrammarService  # loaded with the first request for structured output
@@ -38,6 +39,9 @@ ITERATION = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 CHOICES = (1, 2, 5, 10, 20)
 PREEMPTIONS = (0, 1, 2, 5, 10, 20, 50)
 LENGTH = tuple(m * 10**e for e in range(7) for m in (1, 2, 5) if m * 10**e <= 1_000_000)
+
+MOST_ADAPTERS = 100  # that have series of their own
+OTHER_ADAPTERS = "(others)"
 
 FINISHED_REASONS = ("stop", "length", "abort", "error")
 # A series is there from the start, at zero: an alert on its increase must not miss the first one.
@@ -111,6 +115,9 @@ class Metrics:
         self.rejected_requests = dict.fromkeys(REJECTED, 0)
         self.timed_out_requests = dict.fromkeys(TIMED_OUT, 0)
         self.aborted_requests = dict.fromkeys(ABORTED, 0)
+        self.unknown_fields = UnknownFields()
+        self.adapter_requests: dict[str, int] = {}  # by name; see _name_of
+        self.adapter_tokens: dict[str, int] = {}
         self.time_to_first_token = Histogram(TTFT)
         self.inter_token_latency = Histogram(TOKEN)
         self.time_per_output_token = Histogram(TOKEN)
@@ -166,6 +173,14 @@ class Metrics:
     def timed_out(self, reason: str, times: int = 1) -> None:
         self.timed_out_requests[reason] += times
 
+    def _name_of(self, adapter: str) -> str:
+        """Its label: adapters come and go while a server runs, and a label has an end."""
+        if adapter not in self.adapter_requests and len(self.adapter_requests) >= MOST_ADAPTERS:
+            adapter = OTHER_ADAPTERS
+        self.adapter_requests.setdefault(adapter, 0)
+        self.adapter_tokens.setdefault(adapter, 0)
+        return adapter
+
     def first_output(self, generation: Generation, choice: Choice, now: float) -> None:
         if choice.prompt.sampling.pooling is None:
             self.time_to_first_token.observe(now - generation.arrival)
@@ -181,6 +196,10 @@ class Metrics:
         reason = choice.finish_reason
         assert reason is not None
         self.finished_requests[reason] += 1
+        if generation.adapter:
+            name = self._name_of(generation.adapter)
+            self.adapter_requests[name] += 1
+            self.adapter_tokens[name] += choice.num_tokens
         if reason == "abort":
             self.aborted_requests[generation.abort_reason] += 1
         first, last = choice.first_token, choice.last_token

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from ...engine.link.logs import escape
 from ..generation.choice import Choice, Delta
 from ..generation.generation import Generation
+from ..generation.timing import Timing
 from ..options.config import ServerConfig
 from ..parsers.parts import written
 from ..text.tokenizer import Tokenizer
@@ -32,49 +33,6 @@ class Finished(NamedTuple):
     headers: dict[bytes, bytes]
     generation: Generation | None  # where tokens were generated
     key: str = ""  # the name of the key that it brought, where the server knows that
-
-
-class Timing(NamedTuple):
-    """The numbers of a generation, over all of its choices. Seconds; None where it did not come so far."""
-
-    prompt_tokens: int
-    cached_tokens: int
-    completion_tokens: int
-    queue: float | None
-    ttft: float | None
-    tpot: float | None
-    prefill: float | None
-    decode: float | None
-    inference: float | None
-    finish_reasons: tuple[str, ...]
-
-    @staticmethod
-    def of(generation: Generation) -> Timing:
-        usage = generation.usage()
-        begun = [c for c in generation.choices if c.first_token is not None and c.last_token is not None]
-        scheduled = [c for c in begun if c.first_scheduled is not None]
-        first = min((c.first_token for c in begun if c.first_token is not None), default=None)
-        last = max((c.last_token for c in begun if c.last_token is not None), default=None)
-        spent = sum(c.last_token - c.first_token for c in begun if c.last_token and c.first_token)
-        intervals = sum(c.num_tokens - 1 for c in begun)
-        start = min((c.first_scheduled for c in scheduled if c.first_scheduled is not None), default=None)
-        return Timing(
-            usage["prompt_tokens"],
-            usage["prompt_tokens_details"]["cached_tokens"],
-            usage["completion_tokens"],
-            max((max(0.0, c.first_scheduled - c.submitted) for c in scheduled if c.first_scheduled), default=None),
-            None if first is None else first - generation.arrival,
-            spent / intervals if intervals > 0 else None,
-            None if first is None or start is None else first - start,
-            None if first is None or last is None else last - first,
-            None if last is None or start is None else last - start,
-            tuple(dict.fromkeys(_ending(generation, c) for c in generation.choices if c.finish_reason)),
-        )
-
-
-def _ending(generation: Generation, choice: Choice) -> str:
-    cancelled = generation.abort_reason == "cancel" and choice.stop_reason == "abort"  # told the client as "stop"
-    return "abort" if cancelled else choice.finish_reason or ""
 
 
 class _Line:
@@ -104,6 +62,9 @@ class _Line:
             fields["key"] = request.key
         if request.generation is not None:
             timing = Timing.of(request.generation)
+            fields["model"] = request.generation.model
+            if request.generation.adapter:
+                fields["adapter"] = request.generation.adapter
             numbers = {
                 "queue_seconds": timing.queue, "ttft_seconds": timing.ttft, "tpot_seconds": timing.tpot,
             }  # fmt: skip
@@ -126,7 +87,8 @@ class _Line:
         if "key" in said:
             text += f", key {escape(said['key'])}"
         if "finish_reason" in said:
-            text += f": {said['prompt_tokens']} ({said['cached_tokens']} cached) + {said['completion_tokens']} tokens"
+            text += f": {escape(said.get('adapter') or said['model'])}"
+            text += f", {said['prompt_tokens']} ({said['cached_tokens']} cached) + {said['completion_tokens']} tokens"
             for name, title in (("queue_seconds", "queue"), ("ttft_seconds", "TTFT"), ("tpot_seconds", "TPOT")):
                 if name in said:
                     text += f", {title} {1000 * said[name]:.1f} ms"

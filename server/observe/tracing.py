@@ -6,7 +6,8 @@ import os
 from urllib.parse import urlsplit
 
 from ... import __version__
-from .request_log import Finished, Timing
+from ..generation.timing import Timing
+from .request_log import Finished
 
 EXPORT_SECONDS = 5.0  # longest that a collector which does not answer may hold up the end of the process
 

@@ -6,13 +6,11 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ..client.client import Client
 from ..generation.choice import Prompt
 from ..generation.embedding import EmbeddingChoice, EmbeddingOptions, numbers
 from ..generation.window import Window
-from ..text.tokenizer import Tokenizer
 from .outputs import EmbeddingOutput, EmbeddingRequestOutput
-from .patient import PatientGeneration
+from .patient import Call, PatientGeneration
 from .progress_bar import Progress
 
 Output = TypeVar("Output")
@@ -25,14 +23,14 @@ def embedded(id: str, choice: EmbeddingChoice, vector: bytes) -> EmbeddingReques
 
 
 async def embed_all(
-    client: Client, tokenizer: Tokenizer, prompts: Sequence[Prompt], ids: Sequence[str], progress: Progress,
+    call: Call, prompts: Sequence[Prompt], ids: Sequence[str], progress: Progress,
     output: Callable[[str, EmbeddingChoice, bytes], Output],
 ) -> list[Output]:  # fmt: skip
     """`output`: what becomes of the vector of a prompt's id.
 
     Raises RuntimeError, and ends the others, when the engine fails on one.
     """
-    window = Window(client, one_engine=False)
+    window = Window(call.client, one_engine=False)
     begun: deque[PatientGeneration] = deque()
     num_sent = 0
     outputs: list[Output] = []
@@ -40,7 +38,7 @@ async def embed_all(
         for prompt in prompts:
             while num_sent < len(prompts) and not window.is_full():
                 sent = prompts[num_sent]
-                begun.append(PatientGeneration(client, tokenizer, ids[num_sent], sent, EmbeddingOptions()))
+                begun.append(PatientGeneration(call, ids[num_sent], sent, EmbeddingOptions()))
                 await begun[-1].submit()
                 window.opened(len(sent.token_ids))
                 num_sent += 1

@@ -7,40 +7,38 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 from ...engine.errors import ConfigError
 from ...engine.link.messages import EngineInfo
-from ..client.engine_client import EngineDeadError
+from ..client.mailbox import EngineDeadError, EngineRefusedError
 from ..client.thread import EngineThread
 from ..errors import ApiError
-from ..generation.adapters import Adapters
-from ..generation.choice import Prompt, TextOptions
 from ..generation.embedding import check_dimensions
-from ..generation.sampling import resolve, text_options
-from ..generation.tasks import GENERATE
 from ..grammar.tools import definitions
-from ..media.fetch import Fetcher
-from ..observe.preemptions import Preemptions
+from ..observe.metrics import Metrics
+from ..options.config import ServerConfig
 from ..options.keywords import from_keywords, in_keywords
 from ..text.model import TextModel, load_text_model
 from ..text.spelled import unmarked
-from ..wire.requests import ChatRequest, CompletionRequest
-from .adapters import AdapterChoice, LoRARequest, one_each, with_adapters
-from .generate_all import generate_all
-from .outputs import CompletionOutput, RequestOutput
-from .pictures import Media, Pictures, as_parts
+from ..wire.requests import ChatRequest
+from .absent import absent
+from .adapters import AdapterChoice
+from .engine_args import EngineArgs
+from .generate_all import Job, generate_all
+from .jobs import Jobs
+from .outputs import RequestOutput
+from .patient import Call
+from .pictures import Media, as_parts
 from .pooled import PooledCalls
 from .progress_bar import Progress, loading_bar, progress_bar
-from .prompt_like import PromptLike, tokenised
+from .prompt_like import PromptLike, TokensPrompt
 from .sampling_params import SamplingParams, validate
 from .torchrun import launched
 
 if TYPE_CHECKING:
-    from ..grammar.constraint import Constraint
-    from ..grammar.service import GrammarService
+    from .counters import Metric
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +46,7 @@ Messages = Sequence[Mapping[str, Any]]
 BACKLOG_STEPS = 1  # nobody watches the tokens come: while prompts wait, steps are as large as they can be
 
 
-class LLM(PooledCalls):
+class LLM(PooledCalls, Jobs):
     """A model in an engine process of its own. Use as a context manager, or call `close`, to end that process early."""
 
     def __init__(
@@ -61,13 +59,15 @@ class LLM(PooledCalls):
         generation_config: str | None = None,
         hf_token: bool | str | None = None,
         use_tqdm_on_load: bool = True,
+        disable_log_stats: bool = True,
         **options: Any,
     ) -> None:
         """`model`: folder or hub name; `chat_template`: Jinja template, or a file that has it; `pooling`: what `embed`
         does, auto, last, mean or cls; `generation_config`: auto, vserve or a file, the defaults of sampling;
         `hf_token`: for the hub, in this process's environment from here on (None and True: HF_TOKEN, or who has logged
-        in); `use_tqdm_on_load`: a line that shows how far loading is, where somebody sees it; `options`: as the flags
-        of `vserve serve`, with underscores (`max_model_len=4096`, `config="options.yaml"`).
+        in); `use_tqdm_on_load`: a line that shows how far loading is, where somebody sees it; `disable_log_stats`:
+        False: a log line on throughput, queue and cache while it is busy; `options`: as the flags of `vserve serve`,
+        with underscores (`max_model_len=4096`, `config="options.yaml"`).
 
         Raises ConfigError (a ValueError) for options that cannot work, TypeError for such as do not exist,
         EngineDeadError with the cause when the engine does not start.
@@ -107,12 +107,22 @@ class LLM(PooledCalls):
                 self._engine.client.progress_listeners.remove(report)
         except (ConfigError, EngineDeadError) as error:
             self.close()
-            raise type(error)(in_keywords(str(error))) from None
+            kind = ConfigError if isinstance(error, ConfigError | EngineRefusedError) else EngineDeadError
+            raise kind(in_keywords(str(error))) from None
         except BaseException:
             self.close()
             raise
-        self._preemptions = Preemptions(self._engine.client)
+        self._counts = Metrics(self._engine.client, ServerConfig(disable_log_stats=disable_log_stats))
         self._request_ids = itertools.count()
+        self._queued: list[tuple[Sequence[RequestOutput], Callable[[], None]]] = []  # what enqueue has begun
+        self._cache_salt: str | None = None
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> LLM:
+        return cls(**engine_args.options)
+
+    def __getattr__(self, name: str) -> Any:
+        raise absent("LLM", name)
 
     def __repr__(self) -> str:
         name = self._engine.client.config.model
@@ -147,13 +157,7 @@ class LLM(PooledCalls):
         """
         if (prompts is None) == (prompt_token_ids is None):
             raise ValueError("give prompts, as text or token ids" + ("" if prompts is None else ", once"))
-        plain, pictures = self._pictures.beside(cast(PromptLike, prompts or prompt_token_ids or []))
-        given, media = tokenised(plain, self.model.tokenizer), []
-        for i, items in enumerate(pictures):
-            text, ids = given[i]
-            ids, placed = self._pictures.placed(ids, items, f"prompt {i}")
-            given[i] = text, ids
-            media.append(placed)
+        given, media = self._given(cast(PromptLike, prompts or prompt_token_ids or []))
         return self._run(given, sampling_params, use_tqdm, lora_request, priority, media)
 
     def chat(
@@ -171,6 +175,100 @@ class LLM(PooledCalls):
     ) -> list[RequestOutput]:
         """Answers one conversation or several; see `generate`. `chat_template`: Jinja text instead of the model's;
         `tools`: what the template offers. Calls and reasoning stay text."""
+        pairs, media = self._rendered(messages, chat_template, add_generation_prompt, continue_final_message,
+                                      chat_template_kwargs, tools)  # fmt: skip
+        return self._run(pairs, sampling_params, use_tqdm, lora_request, media=media)
+
+    def preprocess_chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        chat_template_kwargs: dict[str, Any] | None = None,
+        tools: list[dict[str, Any]] | None = None,
+    ) -> list[TokensPrompt]:
+        """The prompts that `chat` makes of the conversations, for `generate`. Raises ValueError, also for pictures."""
+        pairs, media = self._rendered(messages, chat_template, add_generation_prompt, continue_final_message,
+                                      chat_template_kwargs, tools)  # fmt: skip
+        if any(media):
+            raise ValueError("token ids of pictures mean nothing without them: give the messages to chat()")
+        return [TokensPrompt(prompt=text or "", prompt_token_ids=token_ids) for text, token_ids in pairs]
+
+    def enqueue(
+        self,
+        prompts: PromptLike | Sequence[PromptLike],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: AdapterChoice = None,
+        priority: Sequence[int] | None = None,
+    ) -> list[str]:
+        """As `generate`, but returns at once, with the ids of the requests; wait_for_completion() has the answers."""
+        given, media = self._given(prompts)
+        job = self._job(given, sampling_params, lora_request, priority, media)
+        self._queued.append((job.outputs, self._engine.begin(self._carry_out(job, Progress(None)))))
+        return [output.request_id for output in job.outputs]
+
+    def wait_for_completion(self, *, use_tqdm: bool | Callable[..., Any] = True) -> list[RequestOutput]:
+        """The answers to all that was enqueued, in its order."""
+        queued, self._queued = self._queued, []
+        with progress_bar(use_tqdm, len(queued)) as bar:
+            for _, wait in queued:
+                wait()
+                if bar is not None:
+                    bar.update(1)
+        return [output for outputs, _ in queued for output in outputs]
+
+    def get_metrics(self) -> list[Metric]:
+        """What /metrics of a server would say: Counter, Gauge and Histogram of counters.py, with name and labels."""
+        from ..observe.exposition import EngineCollector
+        from .counters import read
+
+        return list(read(EngineCollector(self._counts, self._engine.client, self.model.names[0], "vllm:")))
+
+    def reset_prefix_cache(self) -> bool:
+        """What is cached so far is not hit any more; its blocks are taken as others are needed."""
+        self._cache_salt = f"reset {next(self._request_ids)}"
+        return True
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer of transformers. Raises ValueError where there is none."""
+        try:
+            return self.model.tokenizer.hf
+        except ApiError as error:
+            raise ValueError(in_keywords(error.message)) from None
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation_config.json sets, its `max_new_tokens` as max_tokens, and our defaults for the
+        rest."""
+        defaults: dict[str, Any] = dict(self.model.defaults)
+        if self.model.max_new_tokens is not None:
+            defaults["max_tokens"] = self.model.max_new_tokens
+        if "top_k" in defaults:
+            defaults["top_k"] = int(defaults["top_k"])
+        return SamplingParams(**defaults)
+
+    def close(self) -> None:
+        """Ends the engine. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if not self._finalizer.alive:
+            raise RuntimeError("this LLM is closed: make another")
+
+    def _rendered(
+        self, messages: Messages | Sequence[Messages], chat_template: str | None, add_generation_prompt: bool,
+        continue_final_message: bool, chat_template_kwargs: dict[str, Any] | None, tools: list[dict[str, Any]] | None,
+    ) -> tuple[list[tuple[str | None, list[int]]], list[Media]]:  # fmt: skip
+        """(text, token ids) of each conversation, and its pictures. Raises ValueError."""
         if not messages:
             raise ValueError("'messages' must not be empty.")
         several = not isinstance(messages[0], Mapping)
@@ -180,7 +278,7 @@ class LLM(PooledCalls):
             tokenizer = tokenizer.with_template(chat_template)
         options = dict(chat_template_kwargs or {})
         pairs: list[tuple[str | None, list[int]]] = []
-        media = []
+        media: list[Media] = []
         try:
             tokenizer.check_template_kwargs(options)
             options = {**tokenizer.template_kwargs, **options}
@@ -200,35 +298,7 @@ class LLM(PooledCalls):
                 media.append(placed)
         except ApiError as error:
             raise ValueError(in_keywords(error.message)) from error
-        return self._run(pairs, sampling_params, use_tqdm, lora_request, media=media)
-
-    def get_tokenizer(self) -> Any:
-        """The tokenizer of transformers. Raises ValueError where there is none."""
-        try:
-            return self.model.tokenizer.hf
-        except ApiError as error:
-            raise ValueError(in_keywords(error.message)) from None
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation_config.json sets, and our defaults for the rest."""
-        defaults: dict[str, Any] = dict(self.model.defaults)
-        if "top_k" in defaults:
-            defaults["top_k"] = int(defaults["top_k"])
-        return SamplingParams(**defaults)
-
-    def close(self) -> None:
-        """Ends the engine. Idempotent."""
-        self._finalizer()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-    def _check_open(self) -> None:
-        if not self._finalizer.alive:
-            raise RuntimeError("this LLM is closed: make another")
+        return pairs, media
 
     # ---- one call of generate ----
 
@@ -241,133 +311,16 @@ class LLM(PooledCalls):
         priority: Sequence[int] | None = None,
         media: Sequence[Media] = (),
     ) -> list[RequestOutput]:
-        """`media`: pictures of each prompt, where any has some."""
-        self._check_task(GENERATE)
-        adapters = one_each(lora_request, len(prompts))
-        priorities = self._priorities(priority, len(prompts))
-        if sampling_params is None:
-            sampling_params = self.get_default_sampling_params()
-        if isinstance(sampling_params, SamplingParams):
-            params = [sampling_params] * len(prompts)
-        else:
-            params = list(sampling_params)
-            if len(params) != len(prompts):
-                raise ValueError(
-                    f"{len(params)} sampling_params for {len(prompts)} prompts: give one for all, or one each"
-                )
-        requests = self._requests(params)
-        resolved = self._resolve([token_ids for _, token_ids in prompts], requests)
-        if any(media):
-            if any(one.truncate_prompt_tokens for one in params):
-                raise ValueError("'truncate_prompt_tokens' is not supported with pictures: leave it out")
-            resolved = [dataclasses.replace(prompt, media=seen) for prompt, seen in zip(resolved, media, strict=True)]
-        outputs = [
-            RequestOutput(
-                str(next(self._request_ids)),
-                text,
-                list(cut.token_ids) if one.truncate_prompt_tokens else token_ids,
-                [CompletionOutput(index, lora_request=adapter) for index in range(one.n or 1)],
-                lora_request=adapter,
-            )
-            for (text, token_ids), cut, one, adapter in zip(prompts, resolved, params, adapters, strict=True)
-        ]
-        with progress_bar(use_tqdm, len(outputs)) as bar:
-            texts = [_text_options(request, one) for request, one in zip(requests, params, strict=True)]
-            constraints = [request.constraint for request in requests]
-            self._engine.begin(
-                self._generate(resolved, texts, constraints, adapters, priorities, outputs, Progress(bar))
-            )()
-        return outputs
+        job = self._job(prompts, sampling_params, lora_request, priority, media)
+        with progress_bar(use_tqdm, len(job.outputs)) as bar:
+            self._engine.begin(self._carry_out(job, Progress(bar)))()
+        return list(job.outputs)
 
-    def _priorities(self, given: Sequence[int] | None, count: int) -> list[int]:
-        """Raises ValueError."""
-        found = [0] * count if given is None else list(given)
-        if len(found) != count:
-            raise ValueError(f"{len(found)} priorities for {count} prompts: give one each")
-        if any(found) and self.info.scheduling_policy != "priority":
-            raise ValueError("'priority' is not supported (without scheduling_policy='priority').")
-        return found
+    def _call(self) -> Call:
+        self._check_open()
+        return Call(self._engine.client, self.model.tokenizer, self._counts, self._cache_salt)
 
-    def _requests(self, params: Sequence[SamplingParams]) -> list[CompletionRequest]:
-        """As a server would get them; those who share parameters share the request. Raises ValueError."""
-        requests = {key: one.request() for key, one in {id(one): one for one in params}.items()}
-        return [requests[id(one)] for one in params]
-
-    def _resolve(self, prompts: Sequence[list[int]], requests: Sequence[CompletionRequest]) -> list[Prompt]:
-        """Raises ValueError."""
-        resolved = []
-        for i, (token_ids, request) in enumerate(zip(prompts, requests, strict=True)):
-            keep = request.truncate_prompt_tokens or len(token_ids)
-            left = self.info.max_model_len - min(len(token_ids), keep if keep > 0 else self.info.max_model_len)
-            if request.max_tokens is not None and 0 < left < request.max_tokens:
-                # One setting for prompts of many lengths: the context ends those that reach it.
-                request = request.model_copy(update={"max_tokens": left})
-            try:
-                resolved += resolve(request, [token_ids], self.model, self.info, None)
-            except ApiError as error:
-                raise ValueError(f"prompt {i}: {in_keywords(error.message)}") from None
-        return resolved
-
-    async def _generate(
-        self,
-        prompts: Sequence[Prompt],
-        texts: Sequence[TextOptions],
-        constraints: Sequence[tuple[str, Constraint] | None],
-        adapters: Sequence[LoRARequest | None],
-        priorities: Sequence[int],
-        outputs: Sequence[RequestOutput],
-        progress: Progress,
-    ) -> None:
-        """On the engine's thread. Fills `outputs`."""
-        keys: list[str] = []  # of the grammars in use
-        releases: list[Callable[[], None]] = []
-        try:
-            if any(adapters):
-                prompts, releases = await with_adapters(self._adapters, prompts, adapters)
-            prompts = [
-                await self._constrained(i, prompt, constraint, keys)
-                for i, (prompt, constraint) in enumerate(zip(prompts, constraints, strict=True))
-            ]
-            await generate_all(self._engine.client, self.model.tokenizer, prompts, texts, priorities, outputs, progress)
-        finally:
-            for key in keys:
-                self._grammars.release(key)
-            for release in releases:
-                release()
-
-    async def _constrained(
-        self, index: int, prompt: Prompt, constraint: tuple[str, Constraint] | None, keys: list[str]
-    ) -> Prompt:
-        """The prompt with its grammar, whose key is added to `keys`. Raises ValueError."""
-        if constraint is None:
-            return prompt
-        try:
-            keys.append(await self._grammars.acquire(constraint[1], constraint[0]))
-        except ApiError as error:
-            raise ValueError(f"prompt {index}: {in_keywords(error.message)}") from None
-        return prompt.with_grammar(keys[-1])
-
-    @cached_property
-    def _pictures(self) -> Pictures:
-        fetcher = Fetcher(self._config)
-        sees = self.info.settings.get("mm_encoder_cache_tokens") != 0
-        return Pictures(
-            self.model.processor if sees else None, self._config, lambda url: self._engine.begin(fetcher.fetch(url))()
-        )
-
-    @cached_property
-    def _adapters(self) -> Adapters:
-        client = self._engine.client
-        return Adapters(client, (client.config.model,), enabled=client.config.enable_lora)
-
-    @cached_property
-    def _grammars(self) -> GrammarService:
-        from ..grammar.service import GrammarService
-
-        service = GrammarService(self._engine.client, self.model)
-        self._engine.closing.append(service.close)
-        return service
-
-
-def _text_options(request: CompletionRequest, params: SamplingParams) -> TextOptions:
-    return dataclasses.replace(text_options(request), detokenize=params.detokenize is not False)
+    def _carry_out(self, job: Job, progress: Progress) -> Coroutine[Any, Any, None]:
+        """For the engine's thread. Fills the job's outputs."""
+        call = self._call()
+        return self._prepared(job, lambda ready: generate_all(call, ready, progress))

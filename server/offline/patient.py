@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import NamedTuple
 
 from ...engine.link.messages import RequestOutput
 from ..client.client import Client
 from ..generation.choice import Choice, Delta, Prompt, TextOptions
-from ..generation.generation import Generation
+from ..generation.generation import Generation, Observer
 from ..text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 
-class Nobody:
-    """Counts nothing."""
+class Call(NamedTuple):
+    """What all requests of one call have in common."""
 
-    generation_tokens = 0
-
-    def first_output(self, generation: Generation, choice: Choice, now: float) -> None: ...
-
-    def more_output(self, choice: Choice, now: float, num_tokens: int) -> None: ...
-
-    def finished(self, generation: Generation, choice: Choice, last_of_prompt: bool) -> None: ...
+    client: Client
+    tokenizer: Tokenizer
+    counts: Observer
+    cache_salt: str | None  # what other salts have in the prefix cache is not hit
 
 
 class PatientGeneration(Generation):
     """Of one prompt, by the id that its output has. A choice that fails has the finish reason "error", and the cause as
     its stop reason."""
 
-    def __init__(
-        self, client: Client, tokenizer: Tokenizer, id: str, prompt: Prompt, text: TextOptions, n: int = 1,
-        priority: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, call: Call, id: str, prompt: Prompt, text: TextOptions, n: int = 1, priority: int = 0) -> None:
         super().__init__(
-            client, Nobody(), tokenizer, [prompt], arrival=time.monotonic(), n=n, text=text, priority=priority
-        )
+            call.client, call.counts, call.tokenizer, [prompt], arrival=time.monotonic(), n=n, text=text,
+            priority=priority, cache_salt=call.cache_salt,
+        )  # fmt: skip
         self.id = id
         self.prompt = prompt
 

@@ -39,8 +39,9 @@ class Pictures:
         if isinstance(prompts, Mapping):
             (plain,), found = self.beside([prompts])
             return plain, found
-        several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
-        if not several or not any(isinstance(one, Mapping) and KEY in one for one in prompts):
+        if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+            return prompts, []
+        if not any(isinstance(one, Mapping) and KEY in one for one in prompts):
             return prompts, []
         plain, pictures = [], []
         for i, one in enumerate(prompts):

@@ -37,6 +37,7 @@ from .outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from .patient import Call
 from .progress_bar import Progress, progress_bar
 from .prompt_like import PromptLike, tokenised
 from .sampling_params import PoolingParams, validate
@@ -59,6 +60,9 @@ class PooledCalls:
         raise NotImplementedError
 
     def _check_open(self) -> None:
+        raise NotImplementedError
+
+    def _call(self) -> Call:
         raise NotImplementedError
 
     def embed(
@@ -227,7 +231,7 @@ class PooledCalls:
     ) -> list[Output]:
         ids = [str(next(self._request_ids)) for _ in prompts]
         with progress_bar(use_tqdm, len(prompts)) as bar:
-            work = embed_all(self._engine.client, self.model.tokenizer, prompts, ids, Progress(bar), output)
+            work = embed_all(self._call(), prompts, ids, Progress(bar), output)
             return self._engine.begin(work)()
 
     def _inputs(self, prompts: PromptLike | Sequence[PromptLike], prefix: str = "") -> list[list[int]]:

@@ -175,7 +175,7 @@ class PoolingParams(_Params):
 # What would change the output and is not built, with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "flat_logprobs": (None, False),
-    "output_kind": (None, RequestOutputKind.CUMULATIVE, RequestOutputKind.FINAL_ONLY),
+    "output_kind": (None, *RequestOutputKind),  # AsyncLLM heeds it; LLM has whole answers
     "extra_args": (None, {}),
     "skip_reading_prefix_cache": (None, False),
     "thinking_token_budget": (None,),

@@ -75,6 +75,10 @@ class ServerConfig(HttpConfig, LogConfig, TextConfig, AdapterConfig, BatchConfig
     enable_force_include_usage: bool = option(
         False, "every chunk of a stream of chat and completions has the usage, whether asked for or not", group="server"
     )
+    enable_per_request_metrics: bool = option(
+        False, "answers of chat and completions with one choice carry `metrics`: milliseconds in the queue, to the "
+        "first token and between tokens, and tokens of the prompt that the cache held", group="server",
+    )  # fmt: skip
     tokenizer_pool_size: int = option(
         0, "threads for texts that take long to tokenise; short ones wait for none; 0: 4", group="server",
         bounds=Bounds(0, 256, zero="4"),

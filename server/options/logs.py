@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ...engine.errors import ConfigError
 from ...engine.link.logs import FORMATS
+from ...engine.options.extras import how_to_install
 from ...engine.options.option import SECONDS, Bounds, option
 
 OPENTELEMETRY = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
@@ -45,7 +46,7 @@ class LogConfig:
                 f"--otlp-traces-endpoint is {endpoint!r}: give the http:// or https:// URL of an OTLP/HTTP receiver"
             )
         if not all(map(_is_installed, OPENTELEMETRY)):
-            raise ConfigError("--otlp-traces-endpoint needs OpenTelemetry: pip install 'vserve[otel]'")
+            raise ConfigError(f"--otlp-traces-endpoint needs OpenTelemetry: {how_to_install('otel')}")
 
 
 def _is_installed(module: str) -> bool:

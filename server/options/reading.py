@@ -41,7 +41,13 @@ _REFUSED = {
        for word in ("sharded_state", "runai_streamer_sharded")},
     ("tokenizer_mode", "custom"): "vserve loads no code of others: use a folder with a tokenizer.json",
     ("model_impl", "terratorch"): "models of terratorch are not served: choose auto",
-    **{("kv_cache_dtype", word): _FEWER for word in ("fp8_inc", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla")},
+    **{("kv_cache_dtype", word): _FEWER for word in (
+        "fp8_inc", "fp8_ds_mla", "nvfp4", "nvfp4_ds_mla", "int8_per_token_head", "int4_per_token_head",
+        "turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc",
+    )},
+    **{(option, "draft"): "the model that drafts is named beside the one that serves: --speculative-config"
+       for option in ("runner", "task")},
+    ("convert", "mm_encoder_only"): "towers of pictures are not served alone: leave it out",
 }  # fmt: skip
 _NUMBER_WORDS = {("max_model_len", "auto"): FITTING}
 _WORDS = {

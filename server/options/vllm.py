@@ -223,7 +223,6 @@ _ALIKE = (
      "cudagraph-metrics kv-cache-metrics kv-cache-metrics-sample= enable-mfu-metrics aggregate-engine-logging "
      "enable-logging-iteration-details jit-monitor-mode= jit-monitor-verbose"),
     ("buckets are fixed, so that servers can be added up: leave it out", "{}", "custom-histogram-buckets={}"),
-    ("answers do not carry it; /metrics and traces do: leave it out", OFF, "enable-per-request-metrics"),
     ("answers do not carry it; /metrics and traces do: leave it out", "none", "per-request-spec-decode-metrics="),
     ("profile from outside, as with `nsys profile vserve …` or py-spy: leave it out", "{}", "profiler-config={}"),
     ("profile from outside, as with `nsys profile vserve …` or py-spy: leave it out", OFF,

@@ -54,12 +54,16 @@ def read_defaults(
         of_model = {**of_model, **{k: v for k, v in chosen.items() if k == "eos_token_id"}}
     sources |= dict.fromkeys(settings, FILE if config.generation_config == "auto" else "flag")
     overrides = config.overrides()
+    named = FILE if config.generation_config == "auto" else config.generation_config
+    for where, own in (
+        (named, {name: value for name, value in settings.items() if name not in overrides}),
+        ("--override-generation-config", overrides),
+    ):
+        if own:
+            listed = ", ".join(f"{name} {value}" for name, value in own.items())
+            logger.info("%s sets the defaults of sampling: %s", where, listed)
     settings |= overrides
     sources |= dict.fromkeys(overrides, "flag")
-    if settings:
-        listed = ", ".join(f"{name} {value}" for name, value in settings.items())
-        where = "--override-generation-config sets" if set(sources.values()) == {"flag"} else f"{FILE} sets"
-        logger.info("%s the defaults of sampling: %s", where, listed)
     limit = settings.pop("max_new_tokens", None)
     # generation_config.json has the last word on where an answer ends; config.json stands in for it.
     if of_model.get("eos_token_id") is not None:

@@ -151,7 +151,7 @@ def _processor(described: dict[str, Any], engine: EngineConfig, folder: Path) ->
         return None
     if vision is None:
         return None
-    from ...engine.vision.processors import read_processor  # with numpy
+    from ...engine.vision.processors import read_processor  # with NumPy, which the server starts without
 
     try:
         return read_processor(folder, vision, engine.processor_kwargs)

@@ -1,13 +1,18 @@
 // The page: two views, the server's state, and the colours.
 import { hasKey, request } from "./api.js";
+import { showCard } from "./card.js";
 import { Chat } from "./chat.js";
+import { Conversations } from "./conversations.js";
 import { byId } from "./dom.js";
 import { EngineView } from "./engine.js";
+import { Store } from "./store.js";
 
 const THEMES = ["auto", "light", "dark"];
 const PATIENCE = 3000; // milliseconds between two looks at the server's health
 
-const chat = new Chat();
+const store = new Store();
+const chat = new Chat(store, () => conversations.refresh());
+const conversations = new Conversations(store, chat);
 const engine = new EngineView();
 const tabs = [byId("tab-chat"), byId("tab-engine")];
 
@@ -66,19 +71,28 @@ function state(text, kind) {
 }
 
 const choice = byId("model");
+let cards = []; // the entries of /v1/models
 choice.addEventListener("change", () => choose(choice.value));
+chat.onModel = (name) => { if ([...choice.options].some(({ value }) => value === name)) choose(name); };
+byId("about").addEventListener("click", () => showCard(cards));
 
-function choose(model) {
-  chat.model = model;
-  byId("prompt").placeholder = `Message ${model}`;
+function choose(name) {
+  const card = cards.find(({ id }) => id === name);
+  choice.value = name;
+  chat.model = name;
+  chat.maxModelLen = card.max_model_len ?? null;
+  chat.attachments.vision = card.modalities?.includes("image") ?? false;
+  byId("prompt").placeholder = `Message ${name}`;
 }
 
 /** The model and its adapters, where there are some; other names of the model are no choice. */
-function offer([model, ...others]) {
+function offer() {
+  const [model, ...others] = cards;
   const names = [model.id, ...others.filter(({ parent }) => parent !== null).map(({ id }) => id)];
   choice.replaceChildren(...names.map((name) => new Option(name, name)));
   choice.hidden = names.length === 1;
-  choose(model.id);
+  byId("about").hidden = false;
+  choose(names.includes(chat.shownModel) ? chat.shownModel : model.id);
 }
 
 /** Says in the header how the server is; the first time that it serves, learns what. */
@@ -88,7 +102,8 @@ async function look() {
     const response = await fetch("health");
     if (response.ok) {
       if (chat.model === null && (!refused || hasKey())) {
-        offer((await (await request("v1/models")).json()).data);
+        cards = (await (await request("v1/models")).json()).data;
+        offer();
       }
       [text, kind] = chat.model === null ? ["a key is needed", "wait"] : [chat.model, "good"];
     } else {
@@ -107,4 +122,5 @@ async function look() {
 paint(THEMES.includes(document.documentElement.dataset.theme) ? document.documentElement.dataset.theme : "auto");
 show(location.hash === "#engine" ? tabs[1] : tabs[0]);
 if (matchMedia("(min-width: 60rem)").matches) toggle.click();
+if (matchMedia("(min-width: 90rem)").matches) conversations.open(true);
 look();

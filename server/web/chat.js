@@ -1,146 +1,249 @@
-// The conversation: what was said, what is being said, and what can be done about it.
-import { events, request } from "./api.js";
-import { button, byId, el } from "./dom.js";
-import { MessageView, isWhole } from "./message.js";
+// The chat: the conversation that is shown, those that are being answered, and the line where the next message is written.
+import { receive } from "./answer.js";
+import { Attachments } from "./attachments.js";
+import { Conversation, requestBody } from "./conversation.js";
+import { button, byId, count, el } from "./dom.js";
+import { MessageView } from "./message.js";
 import { Settings } from "./settings.js";
 
-const STORE = "vserve.conversation";
+const OPEN = "vserve.open"; // the id of the conversation that this tab shows
 const NEAR = 80; // pixels from the end within which the view follows it
+const PERIOD = 3000; // milliseconds between two times that a growing answer is kept
 const EXAMPLES = ["Hello! Who are you?", "What is 12 + 30?", "What is the capital of France? Answer in JSON."];
 
 export class Chat {
-  constructor() {
+  /** `store` keeps conversations; `changed` is called when what is kept or shown has changed. */
+  constructor(store, changed) {
     this.model = null; // its name, once known
-    this._turns = [];
+    this.maxModelLen = null; // tokens
+    this.onModel = () => {}; // hears the model of a conversation that is opened
+    this._store = store;
+    this._changed = changed;
+    this._shown = new Conversation();
     this._views = [];
-    this._running = null; // the AbortController of the answer that is being given
+    this._running = new Map(); // id of a conversation → {conversation, controller, ended} of the answer that is being given
     this._log = byId("log");
     this._prompt = byId("prompt");
     this._settings = new Settings(byId("settings"));
+    this.attachments = new Attachments((problem) => this._say(problem));
     this._actions = {
-      edit: (turn, text) => this._restart(this._turns.indexOf(turn), [{ role: "user", content: text }]),
-      regenerate: (turn) => this._restart(this._turns.indexOf(turn), []),
+      edit: (turn, content) => this._branch(turn, [{ ...turn, content }]),
+      regenerate: (turn) => this._branch(turn, []),
+      continue: (turn) => this._goOn(turn),
+      remove: (turn) => this._settled(() => { this._shown.remove(turn); this._draw(); this._keep(this._shown); }),
+      show: (turn) => this._settled(() => { this._shown.show(turn); this._draw(); this._keep(this._shown); }),
       giveResults: (turn, results) => this._continue(turn.toolCalls.map((call, index) => (
         { role: "tool", tool_call_id: call.id, name: call.function.name, content: results[index] }))),
     };
     byId("composer").addEventListener("submit", (event) => { event.preventDefault(); this._submit(); });
     byId("stop").addEventListener("click", () => this.stop());
-    byId("new-chat").addEventListener("click", () => this._clear());
+    byId("new-chat").addEventListener("click", () => this.begin());
     this._prompt.addEventListener("input", () => this._fit());
     this._prompt.addEventListener("keydown", (event) => {
       if (event.key === "Enter" && !event.shiftKey && !event.isComposing) { event.preventDefault(); this._submit(); }
     });
-    document.addEventListener("keydown", (event) => { if (event.key === "Escape") this.stop(); });
-    for (const turn of JSON.parse(sessionStorage.getItem(STORE) ?? "[]")) this._add(turn);
-    this._welcome();
+    document.addEventListener("keydown", (event) => {
+      if (event.key === "Escape") this.stop();
+      if (event.key.toLowerCase() === "o" && event.shiftKey && (event.ctrlKey || event.metaKey)) { event.preventDefault(); this.begin(); }
+    });
+    store.onOthers((ids) => this._reread(ids));
+    this._ready = this._restore();
+  }
+
+  get shownId() {
+    return this._shown.id;
+  }
+
+  /** The model that was asked last in what is shown; null: none yet. */
+  get shownModel() {
+    return this._shown.model;
   }
 
   stop() {
-    this._running?.abort();
+    this._running.get(this._shown.id)?.controller.abort();
   }
 
-  _submit() {
+  /** Shows an empty conversation. */
+  begin() {
+    this._show(new Conversation());
+    this._prompt.focus();
+  }
+
+  async open(id) {
+    const kept = this._running.get(id)?.conversation ?? (await this._store.read(id));
+    if (kept) this._show(kept instanceof Conversation ? kept : new Conversation(kept));
+  }
+
+  /** The one of this id goes, and its answer with it. */
+  forget(id) {
+    this._running.get(id)?.controller.abort();
+    this._running.delete(id);
+    if (id === this._shown.id) this.begin();
+  }
+
+  rename(id, title) {
+    for (const one of [this._shown, this._running.get(id)?.conversation]) if (one?.id === id) one.title = title;
+  }
+
+  async _restore() {
+    try {
+      const id = sessionStorage.getItem(OPEN);
+      if (id) await this.open(id);
+    } finally {
+      this._draw();
+    }
+  }
+
+  /** Another tab has changed these. */
+  async _reread(ids) {
+    const { id } = this._shown;
+    if (ids.includes(id) && !this._running.has(id)) {
+      const kept = await this._store.read(id);
+      if (kept) this._show(new Conversation(kept));
+      else this.begin();
+    }
+    this._changed();
+  }
+
+  _show(conversation) {
+    this._shown = conversation;
+    sessionStorage.setItem(OPEN, conversation.id);
+    this._log.replaceChildren();
+    this._views = [];
+    if (conversation.model) this.onModel(conversation.model);
+    this._draw();
+    this._busy();
+    this._scroll(true);
+    this._changed();
+  }
+
+  async _submit() {
+    await this._ready;
     const text = this._prompt.value.trim();
-    if (!text || this._running) return;
+    if ((!text && this.attachments.isEmpty) || this._running.has(this._shown.id)) return;
     this._prompt.value = "";
     this._fit();
-    this._continue([{ role: "user", content: text }]);
+    this._continue([{ role: "user", content: text, ...this.attachments.detach() }]);
   }
 
-  /** Everything from turn `index` on is replaced. */
-  async _restart(index, turns) {
+  /** Runs `change` when no answer to what is shown is being given any more. */
+  async _settled(change) {
     this.stop();
-    await this._ended;
-    this._turns.splice(index);
-    for (const view of this._views.splice(index)) view.element.remove();
-    this._continue(turns);
+    await this._running.get(this._shown.id)?.ended;
+    change();
   }
 
+  /** Turns in place of this one, which stays beside them. */
+  _branch(turn, turns) {
+    return this._settled(() => {
+      const before = this._shown.head;
+      this._shown.head = turn.parent;
+      if (!this._continue(turns)) this._shown.head = before;
+    });
+  }
+
+  /** Adds the turns and asks for an answer; false: the settings are wrong, and nothing was changed. */
   _continue(turns) {
+    const conversation = this._shown;
     let parameters;
     try {
       parameters = this._settings.body();
     } catch (error) {
       this._showSettings(true);
-      if (turns[0]?.role === "user") { this._prompt.value = turns[0].content; this._fit(); }
-      return;
+      if (turns[0]?.role === "user") { this._prompt.value ||= turns[0].content; this._fit(); }
+      return false;
     }
-    for (const turn of turns) this._add(turn);
-    const body = { model: this.model, messages: this._messages(), ...parameters };
-    const turn = { role: "assistant", content: "", reasoning: "", toolCalls: [], tokens: 0, state: "streaming", request: body };
-    const view = this._add(turn);
+    for (const turn of turns) conversation.add(turn);
+    const asked = { model: this.model, system: this._settings.system, parameters };
+    const turn = { role: "assistant", content: "", reasoning: "", toolCalls: [], tokens: 0, state: "streaming", asked };
+    conversation.add(turn);
+    conversation.model = this.model;
+    sessionStorage.setItem(OPEN, conversation.id);
+    this._draw();
     this._scroll(true);
-    this._ended = this._answer(turn, view);
+    this._answer(conversation, turn, requestBody(conversation, turn));
+    return true;
   }
 
-  _messages() {
-    const system = this._settings.system;
-    return [...(system ? [{ role: "system", content: system }] : []), ...history(this._turns)];
+  /** An answer that was cut off, from where it ends. */
+  _goOn(turn) {
+    const conversation = this._shown, body = requestBody(conversation, turn);
+    body.messages.push({ role: "assistant", content: turn.content });
+    Object.assign(turn, { state: "streaming", finish: undefined, usage: undefined, tokens: 0 });
+    this._viewOf(turn).reopen();
+    this._answer(conversation, turn, { ...body, continue_final_message: true, add_generation_prompt: false });
   }
 
-  /** Runs to the end of the answer; whatever goes wrong is shown with it. */
-  async _answer(turn, view) {
-    const controller = this._running = new AbortController();
-    this._busy(true);
-    const started = performance.now();
-    const clock = { first: null, last: null, spoke: null };
-    let drawn = 0;
-    const draw = () => { drawn = 0; view.update(); this._scroll(false); };
-    try {
-      const body = { ...turn.request, stream: true, stream_options: { include_usage: true, continuous_usage_stats: true } };
-      const response = await request("v1/chat/completions", { method: "POST", body, signal: controller.signal });
-      for await (const { data } of events(response)) {
-        if (data === "[DONE]") break;
-        const chunk = JSON.parse(data);
-        if (chunk.error) throw new Error(chunk.error.message ?? String(chunk.error));
-        take(turn, chunk, clock);
-        drawn ||= requestAnimationFrame(draw);
-      }
-    } catch (error) {
-      if (error.name === "AbortError") turn.finish = "aborted";
-      else turn.error = error.message;
-    }
-    cancelAnimationFrame(drawn);
-    if (clock.first !== null) turn.ttft = (clock.first - started) / 1000;
-    const tokens = turn.usage?.completion_tokens ?? turn.tokens;
-    if (tokens > 1 && clock.last > clock.first) turn.rate = (1000 * (tokens - 1)) / (clock.last - clock.first);
-    if (turn.reasoning && clock.first !== null) turn.thoughtSeconds = ((clock.spoke ?? clock.last) - clock.first) / 1000;
-    turn.state = "done";
-    this._running = null;
-    draw();
-    this._busy(false);
-    byId("spoken").textContent = turn.error ? "" : `${turn.finish === "aborted" ? "Stopped" : "Answered"}, ${tokens} tokens.`;
-    this._save();
+  /** Follows the answer to its end, whichever conversation is shown meanwhile. */
+  _answer(conversation, turn, body) {
+    const running = { conversation, controller: new AbortController() };
+    this._running.set(conversation.id, running);
+    let drawn = 0, kept = performance.now();
+    const draw = () => { drawn = 0; this._viewOf(turn)?.update(); if (conversation === this._shown) this._scroll(false); };
+    const changed = () => {
+      drawn ||= requestAnimationFrame(draw);
+      if (performance.now() - kept > PERIOD) { kept = performance.now(); this._keep(conversation); }
+    };
+    this._busy();
+    this._keep(conversation);
+    running.ended = receive(turn, body, running.controller.signal, changed).then(async () => {
+      cancelAnimationFrame(drawn);
+      const forgotten = this._running.get(conversation.id) !== running;
+      if (!forgotten) this._running.delete(conversation.id);
+      conversation.updated = Date.now();
+      draw();
+      this._busy();
+      this._measure();
+      const tokens = turn.usage?.completion_tokens ?? turn.tokens;
+      byId("spoken").textContent = turn.error ? "" : `${turn.finish === "aborted" ? "Stopped" : "Answered"}, ${tokens} tokens.`;
+      if (!forgotten) await this._keep(conversation);
+    });
   }
 
-  _add(turn) {
+  _viewOf(turn) {
+    return this._views.find((view) => view.turn === turn);
+  }
+
+  /** Draws the path that is shown; what stood there already stays as it is. */
+  _draw() {
+    const path = this._shown.path();
+    let same = 0;
+    while (same < path.length && this._views[same]?.turn === path[same]) same += 1;
+    for (const view of this._views.splice(same)) view.element.remove();
     this._log.querySelector(".welcome")?.remove();
-    const view = new MessageView(turn, this._actions);
-    this._turns.push(turn);
-    this._views.push(view);
-    this._log.append(view.element);
-    return view;
+    for (const turn of path.slice(same)) {
+      const view = new MessageView(this._shown, turn, this._actions);
+      this._views.push(view);
+      this._log.append(view.element);
+    }
+    for (const view of this._views) view.showVersions();
+    if (!path.length) this._welcome();
+    this._measure();
   }
 
-  _clear() {
-    this.stop();
-    this._turns = [];
-    this._views = [];
-    this._log.replaceChildren();
-    sessionStorage.removeItem(STORE);
-    this._welcome();
-    this._prompt.focus();
-  }
-
-  _welcome() {
-    if (this._turns.length) return;
+  async _welcome() {
     const ask = (text) => button(text, () => { this._prompt.value = text; this._submit(); }, { class: "quiet example" });
-    this._log.append(el("div", { class: "welcome" }, el("h2", { text: "Say something" }),
-      el("p", { class: "muted", text: "The conversation stays in this tab." }),
+    const where = el("p", { class: "muted" });
+    this._log.append(el("div", { class: "welcome" }, el("h2", { text: "Say something" }), where,
       el("div", { class: "examples" }, ...EXAMPLES.map(ask))));
+    where.textContent = (await this._store.lasts()) ? "Conversations are kept in this browser, and nowhere else."
+      : "This browser keeps nothing for this page: conversations end with the tab.";
   }
 
-  _busy(busy) {
+  /** How much of the context the last answer and its prompt take. */
+  _measure() {
+    const usage = this._shown.path().findLast((turn) => turn.usage)?.usage, meter = byId("meter");
+    meter.hidden = !usage || !this.maxModelLen;
+    if (meter.hidden) return;
+    const used = usage.prompt_tokens + usage.completion_tokens;
+    const text = `${count(used)} of ${count(this.maxModelLen)} tokens`;
+    meter.querySelector("meter").value = used / this.maxModelLen;
+    meter.querySelector("meter").setAttribute("aria-valuetext", text);
+    meter.lastElementChild.textContent = text;
+  }
+
+  _busy() {
+    const busy = this._running.has(this._shown.id);
     byId("send").hidden = busy;
     byId("stop").hidden = !busy;
     if (document.activeElement === document.body || document.activeElement === byId("stop")) this._prompt.focus();
@@ -149,6 +252,12 @@ export class Chat {
   _showSettings(open) {
     byId("settings").classList.toggle("open", open);
     byId("toggle-settings").setAttribute("aria-expanded", String(open));
+  }
+
+  _say(problem) {
+    byId("problem").textContent = problem;
+    clearTimeout(this._unsaid);
+    this._unsaid = setTimeout(() => { byId("problem").textContent = ""; }, 8000);
   }
 
   _fit() {
@@ -161,59 +270,13 @@ export class Chat {
     if (always || log.scrollHeight - log.scrollTop - log.clientHeight < NEAR + 0.2 * log.clientHeight) log.scrollTop = log.scrollHeight;
   }
 
-  _save() {
+  async _keep(conversation) {
     try {
-      sessionStorage.setItem(STORE, JSON.stringify(this._turns));
-    } catch { // full: the conversation is then lost with the page, no more
+      if (conversation.turns.length) await this._store.write(conversation.kept());
+      else await this._store.remove(conversation.id);
+    } catch (error) {
+      this._say(`This conversation could not be kept: ${error?.message ?? "the browser has no room left"}.`);
     }
+    this._changed();
   }
-}
-
-/** What a chunk adds to the turn. */
-function take(turn, chunk, clock) {
-  if (chunk.usage) {
-    turn.usage = chunk.usage;
-    turn.tokens = chunk.usage.completion_tokens;
-  }
-  const choice = chunk.choices?.[0];
-  if (!choice) return;
-  const { delta, finish_reason: finish } = choice;
-  const thought = delta?.reasoning ?? delta?.reasoning_content ?? "";
-  const text = delta?.content ?? "", calls = delta?.tool_calls ?? [];
-  if (finish) turn.finish = finish;
-  if (!thought && !text && !calls.length) return;
-  clock.last = performance.now();
-  clock.first ??= clock.last;
-  if (!thought) clock.spoke ??= clock.last;
-  if (!chunk.usage) turn.tokens += 1;
-  turn.reasoning += thought;
-  turn.content += text;
-  for (const call of calls) {
-    const known = (turn.toolCalls[call.index ?? 0] ??= { id: "", type: "function", function: { name: "", arguments: "" } });
-    known.id ||= call.id ?? "";
-    known.function.name += call.function?.name ?? "";
-    known.function.arguments += call.function?.arguments ?? "";
-  }
-}
-
-/** What the model is told of the conversation. An answer that never came is left out with its question: an empty one
- * would be read as the model's own, and many templates want questions and answers in turn. */
-function history(turns) {
-  const messages = [];
-  for (const turn of turns) {
-    const message = asMessage(turn);
-    if (turn.role !== "assistant" || message.content || message.tool_calls) messages.push(message);
-    else if (messages.at(-1)?.role === "user") messages.pop();
-  }
-  return messages;
-}
-
-function asMessage(turn) {
-  if (turn.role === "tool") return { role: "tool", tool_call_id: turn.tool_call_id, content: turn.content };
-  const message = { role: turn.role, content: turn.content };
-  if (turn.toolCalls?.length && isWhole(turn)) {
-    message.tool_calls = turn.toolCalls;
-    if (turn.reasoning) message.reasoning = turn.reasoning; // a model goes on thinking when the tools have answered
-  }
-  return message;
 }

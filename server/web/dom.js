@@ -19,9 +19,19 @@ export function button(text, onclick, attributes = {}) {
   return el("button", { type: "button", class: "quiet", text, on: { click: onclick }, ...attributes });
 }
 
+/** One of the pictures in icons.svg; its name stands in page.css. */
+export const icon = (name) => el("span", { class: `icon icon-${name}`, "aria-hidden": "true" });
+
+/** A button that shows a picture and says `label` to whoever points at it or hears it. */
+export function iconButton(name, label, onclick, attributes = {}) {
+  const made = button("", onclick, { class: "quiet icon-button", "aria-label": label, title: label, ...attributes });
+  made.append(icon(name));
+  return made;
+}
+
 /** Copies text, and says so on the button for a moment. */
 export async function copyFrom(source, text) {
-  const label = source.textContent;
+  const shown = source.dataset.copied ? [] : [...source.childNodes];
   let copied = true;
   try {
     await navigator.clipboard.writeText(text);
@@ -34,8 +44,10 @@ export async function copyFrom(source, text) {
     area.remove();
     source.focus();
   }
+  if (!shown.length) return; // it still says so
+  source.dataset.copied = "yes";
   source.textContent = copied ? "Copied" : "Not copied";
-  setTimeout(() => { source.textContent = label; }, 1200);
+  setTimeout(() => { source.replaceChildren(...shown); delete source.dataset.copied; }, 1200);
 }
 
 export const milliseconds = (seconds) =>

@@ -2,11 +2,26 @@
 import MarkdownIt from "./vendor/markdown-it.js";
 import { button, copyFrom, el } from "./dom.js";
 import { highlight } from "./highlight.js";
-import { mathematics } from "./mathematics.js";
+import { formula, mathematics } from "./mathematics.js";
 
 const reader = new MarkdownIt({ html: false, linkify: false, breaks: true });
 mathematics(reader);
+reader.core.ruler.after("inline", "tasks", tasks);
 const TAGS = new Set(["p", "ul", "ol", "li", "blockquote", "table", "thead", "tbody", "tr", "th", "td", "em", "strong", "s"]);
+
+/** Items of a list that begin with [ ] or [x] are tasks: a box that says whether they are done. */
+function tasks({ tokens, Token }) {
+  tokens.forEach((token, index) => {
+    if (token.type !== "inline" || tokens[index - 2]?.type !== "list_item_open") return;
+    const first = token.children[0], mark = first?.type === "text" && /^\[([ xX])\]\s/.exec(first.content);
+    if (!mark) return;
+    first.content = first.content.slice(mark[0].length);
+    const box = new Token("task", "", 0);
+    box.meta = { done: mark[1] !== " " };
+    token.children.unshift(box);
+    tokens[index - 2].meta = { task: true };
+  });
+}
 
 /** Shows growing text: only the blocks that have changed are built again, so a selection in the others survives. */
 export class Prose {
@@ -67,7 +82,7 @@ function build(tokens, root) {
 function open(token) {
   if (token.tag === "a") return link(token.attrGet("href"));
   if (/^h[1-6]$/.test(token.tag)) return el(`h${Math.min(6, Number(token.tag[1]) + 2)}`); // the page has the first two
-  const element = el(TAGS.has(token.tag) ? token.tag : "span");
+  const element = el(TAGS.has(token.tag) ? token.tag : "span", { class: token.meta?.task ? "task" : null });
   if (token.tag === "ol" && token.attrGet("start")) element.setAttribute("start", token.attrGet("start"));
   const align = /text-align:(left|center|right)/.exec(token.attrGet("style") ?? "");
   if (align) element.style.textAlign = align[1];
@@ -76,8 +91,9 @@ function open(token) {
 
 function leaf(token) {
   switch (token.type) {
-    case "math": return el("span", { class: "math", text: token.content });
-    case "math_block": return el("p", { class: "math", text: token.content });
+    case "math": return formula(token.content, false);
+    case "math_block": return formula(token.content, true);
+    case "task": return el("input", { type: "checkbox", disabled: true, checked: token.meta.done, "aria-label": token.meta.done ? "done" : "to do" });
     case "code_inline": return el("code", { text: token.content });
     case "fence": return codeBlock(token.content, token.info.trim().split(/\s+/)[0] ?? "");
     case "code_block": return codeBlock(token.content, "");

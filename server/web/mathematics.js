@@ -1,4 +1,6 @@
-// Formulas in Markdown keep their source: $…$, $$…$$, \(…\) and \[…\] are no emphasis and no escapes.
+// Formulas in Markdown: $…$, $$…$$, \(…\) and \[…\] are no emphasis and no escapes, and are drawn as MathML by Temml.
+import { el } from "./dom.js";
+
 const PAIRS = [["$$", "$$"], ["\\(", "\\)"], ["\\[", "\\]"], ["$", "$"]];
 
 export function mathematics(reader) {
@@ -45,4 +47,33 @@ function formulaEnd(text, at, limit) {
     return end + close.length;
   }
   return -1;
+}
+
+const LONGEST = 5000; // characters of a formula that is drawn
+let temml = null, loading = null; // 168 kB, which nobody needs before the first formula
+
+/** A formula with its delimiters, drawn; its source where it cannot be, or is not yet. */
+export function formula(source, asBlock) {
+  const element = el(asBlock ? "p" : "span", { class: "math", text: source });
+  if (temml) draw(element, source);
+  else {
+    loading ??= import("./vendor/temml.js").then((module) => { temml = module.default; }, () => {});
+    loading.then(() => { if (temml) draw(element, source); });
+  }
+  return element;
+}
+
+function draw(element, source) {
+  if (source.length > LONGEST) return;
+  const [open, close] = PAIRS.find((pair) => source.startsWith(pair[0]));
+  const made = document.createElement("span");
+  try {
+    temml.render(source.slice(open.length, -close.length), made, {
+      displayMode: open === "$$" || open === "\\[", annotate: true, throwOnError: true, trust: false, maxExpand: 200,
+    });
+  } catch { // not TeX, or more than Temml knows
+    return;
+  }
+  element.replaceChildren(...made.childNodes);
+  element.classList.add("drawn");
 }

@@ -1,5 +1,7 @@
 // What a request asks for beside the conversation. Fields left empty are left to the server.
 import { el } from "./dom.js";
+import { Presets } from "./presets.js";
+import { Tools } from "./tools.js";
 
 const STORE = "vserve.settings";
 
@@ -20,7 +22,7 @@ const EFFORTS = ["", "none", "low", "medium", "high"];
 export class Settings {
   constructor(root) {
     this._fields = new Map();
-    const saved = JSON.parse(sessionStorage.getItem(STORE) ?? "{}");
+    const saved = JSON.parse(localStorage.getItem(STORE) ?? "{}");
     const field = (name, label, input, note) => {
       input.id = `set-${name}`;
       input.value = saved[name] ?? "";
@@ -28,9 +30,11 @@ export class Settings {
       return el("div", { class: "field" }, el("label", { for: input.id, text: label }), input,
         note ? el("p", { class: "muted", id: `${input.id}-note`, text: note }) : null);
     };
+    const system = field("system", "System prompt", el("textarea", { rows: "3" }));
+    system.append(new Presets(this._fields.get("system")).element);
+    root.append(el("h2", { text: "Settings" }), system);
+    this._tools = new Tools(root);
     root.append(
-      el("h2", { text: "Settings" }),
-      field("system", "System prompt", el("textarea", { rows: "3" })),
       el("div", { class: "numbers" }, ...NUMBERS.map(([name, label, limits]) =>
         field(name, label, el("input", { type: "number", inputmode: "decimal", placeholder: "default", ...limits, step: "any" }))),
       field("reasoning_effort", "Reasoning",
@@ -62,7 +66,8 @@ export class Settings {
     if (effort) body.reasoning_effort = effort;
     const stops = this._fields.get("stop").value.split("|").filter((stop) => stop !== "");
     if (stops.length) body.stop = stops;
-    return { ...body, ...this._more() };
+    const more = this._more(), tools = [...this._tools.offered, ...(more.tools ?? [])];
+    return { ...body, ...more, ...(tools.length ? { tools } : {}) };
   }
 
   _more() {
@@ -94,6 +99,6 @@ export class Settings {
   _save() {
     document.getElementById("settings-error").textContent = "";
     const values = [...this._fields].map(([name, input]) => [name, input.value]).filter(([, value]) => value !== "");
-    sessionStorage.setItem(STORE, JSON.stringify(Object.fromEntries(values)));
+    localStorage.setItem(STORE, JSON.stringify(Object.fromEntries(values)));
   }
 }

@@ -101,6 +101,16 @@ class ChatChoice(Schema):
     token_ids: list[int] | None = Field(description="with return_token_ids")
 
 
+class RequestMetrics(Schema):
+    time_to_first_token_ms: float | None = Field(description="from its first step to its first token")
+    generation_time_ms: float | None = Field(description="from its first token to its last")
+    queue_time_ms: float | None = Field(description="until its first step")
+    mean_itl_ms: float | None = Field(description="between tokens, the mean")
+    tokens_per_second: float | None = Field(description="from its first step to its last token")
+    prompt_tokens: int
+    cached_tokens: int = Field(description="of the prompt's, those that the cache held")
+
+
 class ChatCompletion(Schema):
     id: str
     object: Literal["chat.completion"]
@@ -113,6 +123,7 @@ class ChatCompletion(Schema):
     prompt_logprobs: PromptLogprobs | None
     prompt_token_ids: list[int] | None = Field(description="with return_token_ids")
     kv_transfer_params: None
+    metrics: RequestMetrics | None = Field(None, description="with --enable-per-request-metrics, of one choice")
 
 
 class FunctionCallDelta(Schema):
@@ -157,6 +168,7 @@ class ChatCompletionChunk(Schema):
     usage: Usage | None = Field(None, description="with stream_options.include_usage, or continuous_usage_stats")
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptLogprobs | None = None
+    metrics: RequestMetrics | None = Field(None, description="with --enable-per-request-metrics, of one choice")
 
 
 class CompletionLogprobs(Schema):
@@ -187,6 +199,7 @@ class Completion(Schema):
     service_tier: None
     system_fingerprint: None
     kv_transfer_params: None
+    metrics: RequestMetrics | None = Field(None, description="with --enable-per-request-metrics, of one choice")
 
 
 class CompletionChunkChoice(Schema):
@@ -209,6 +222,7 @@ class CompletionChunk(Schema):
     model: str
     choices: list[CompletionChunkChoice]
     usage: Usage | None = None
+    metrics: RequestMetrics | None = Field(None, description="with --enable-per-request-metrics, of one choice")
 
 
 class ModelPermission(Schema):

@@ -190,7 +190,7 @@ def browser() -> Iterator[Any]:
     chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if chromium is None:
         pytest.skip("chromium is not installed; .ci/run installs it")
-    playwright.expect.set_options(timeout=60_000)
+    playwright.expect.set_options(timeout=15_000)
     with playwright.sync_playwright() as running:
         browser = running.chromium.launch(
             executable_path=chromium, args=["--no-sandbox", "--disable-gpu"], timeout=240_000
@@ -221,6 +221,13 @@ def open_page(browser: Any) -> Iterator[Callable[..., Any]]:
     for context in contexts:
         context.close()
     assert not complaints
+
+
+@pytest.fixture(scope="session")
+def talk(load_module: Callable[[Path], Any]) -> Any:
+    """ask, answered, event_stream and scripted of page_talk.py."""
+    pytest.importorskip("playwright.sync_api")
+    return load_module(Path(__file__).with_name("page_talk.py"))
 
 
 @pytest.fixture(scope="session")

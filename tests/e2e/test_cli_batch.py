@@ -96,6 +96,8 @@ def test_bad_lines_need_no_model(tmp_path: Path, monkeypatch: Any, capsys: Any) 
     for answer, message in zip(answers, BAD.values(), strict=True):
         assert answer["response"] is None and message in answer["error"]["message"]
     assert capsys.readouterr().err == "8 requests, 8 of them refused or failed\n"
+    # A job that runs by night notices.
+    assert batch(text, monkeypatch, "/no/such/model", "-o", str(out), "--fail-on-error") == 1
 
 
 @pytest.mark.slow
@@ -148,6 +150,18 @@ def test_every_endpoint_that_generates_and_all_options_of_serve(tmp_path: Path) 
     assert codes == {"chat": 200, "text": 200, "response": 200, "message": 200, "vector": 200, "odd": 400}
     assert answers["response"]["response"]["body"]["object"] == "response"
     assert answers["message"]["response"]["body"]["type"] == "message"
+
+
+@pytest.mark.slow
+def test_adapters_answer(tmp_path: Path, tiny_model: Any, adapter_files: Any) -> None:
+    base = tiny_model("qwen3")
+    adapter = adapter_files.write_adapter(tmp_path / "sql", base)
+    lines = [line(name, TEXT, model=name, prompt="Hello", max_tokens=2) for name in ("sql", "base")]
+    options = ("--enable-lora", "--lora-modules", f"sql={adapter}", "--served-model-name", "base", "--fail-on-error")
+    done = run(str(base), "-i", "-", "-o", str(tmp_path / "out"), *options, input="\n".join(lines))
+    assert done.returncode == 0, done.stderr
+    answers = map(json.loads, (tmp_path / "out").read_text().splitlines())
+    assert {answer["response"]["body"]["model"] for answer in answers} == {"sql", "base"}
 
 
 @pytest.mark.slow

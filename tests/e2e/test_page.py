@@ -6,8 +6,6 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,19 +14,6 @@ import pytest
 
 expect = pytest.importorskip("playwright.sync_api").expect
 pytestmark = pytest.mark.slow
-
-
-def ask(page: Any, text: str) -> Any:
-    """Sends a message; the last answer's element, which may still grow."""
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-    return page.locator("article.assistant").last
-
-
-def answered(page: Any, text: str) -> Any:
-    answer = ask(page, text)
-    expect(answer).to_have_attribute("aria-busy", "false")
-    return answer
 
 
 def watch(page: Any, selector: str) -> None:
@@ -45,46 +30,21 @@ def more(page: Any, **parameters: Any) -> None:
     page.get_by_label("More parameters (JSON)").fill(json.dumps(parameters) if parameters else "")
 
 
-def event_stream(*deltas: dict[str, Any], finish: str = "stop") -> str:
-    chunks: list[dict[str, Any]] = [
-        {"choices": [{"index": 0, "delta": delta, "finish_reason": None}]} for delta in deltas
-    ]
-    chunks.append({"choices": [{"index": 0, "delta": {}, "finish_reason": finish}]})
-    usage = {"prompt_tokens": 7, "completion_tokens": len(deltas), "prompt_tokens_details": {"cached_tokens": 2}}
-    chunks.append({"choices": [], "usage": usage})
-    return "".join(f"data: {json.dumps(chunk)}\n\n" for chunk in chunks) + "data: [DONE]\n\n"
-
-
-@contextmanager
-def scripted(page: Any, *streams: str) -> Iterator[list[dict[str, Any]]]:
-    """The next answers are these event streams. Gives the bodies of the requests."""
-    bodies: list[dict[str, Any]] = []
-    left = list(streams)
-
-    def answer(route: Any) -> None:
-        bodies.append(route.request.post_data_json)
-        route.fulfill(content_type="text/event-stream", body=left.pop(0))
-
-    page.route("**/v1/chat/completions", answer)
-    yield bodies
-    page.unroute("**/v1/chat/completions")
-
-
 # ---- chat ----
 
 
-def test_chat_answers_and_remembers(demo_server: Any, open_page: Any, picture: Any) -> None:
+def test_chat_answers_and_remembers(demo_server: Any, open_page: Any, talk: Any, picture: Any) -> None:
     page = open_page(demo_server.url)
     expect(page.locator("#served")).to_have_text(demo_server.model)
-    answer = answered(page, "Count from 1 to 10.")
+    answer = talk.answered(page, "Count from 1 to 10.")
     expect(answer.locator(".prose")).to_have_text("1, 2, 3, 4, 5, 6, 7, 8, 9, 10")
     footer = answer.locator("footer")
     expect(footer.locator(".tokens")).to_have_text(re.compile(r"^\d\d tokens$"))
     assert "ms" in footer.locator(".ttft").inner_text() or " s" in footer.locator(".ttft").inner_text()
     assert float(footer.locator(".rate").inner_text().split()[0]) > 0
-    answered(page, "My name is Ada.")
-    expect(answered(page, "What is my name?").locator(".prose")).to_contain_text("Ada")
-    expect(answered(page, "What is the capital of France? Answer in JSON.").locator(".code pre")).to_have_text(
+    talk.answered(page, "My name is Ada.")
+    expect(talk.answered(page, "What is my name?").locator(".prose")).to_contain_text("Ada")
+    expect(talk.answered(page, "What is the capital of France? Answer in JSON.").locator(".code pre")).to_have_text(
         '{\n  "capital": "Paris"\n}'
     )
     picture(page, "chat-light")
@@ -94,7 +54,7 @@ def test_chat_answers_and_remembers(demo_server: Any, open_page: Any, picture: A
     expect(page.locator("article")).to_have_count(0)
 
 
-def test_chat_streams_and_stop_stops_the_engine_too(demo_server: Any, open_page: Any, until: Any) -> None:
+def test_chat_streams_and_stop_stops_the_engine_too(demo_server: Any, open_page: Any, talk: Any, until: Any) -> None:
     def aborted() -> float:
         lines = httpx.get(f"{demo_server.url}/metrics").text.splitlines()
         return sum(float(x.split()[-1]) for x in lines if "requests_aborted_total{" in x and '"disconnect"' in x)
@@ -103,23 +63,23 @@ def test_chat_streams_and_stop_stops_the_engine_too(demo_server: Any, open_page:
     before = aborted()
     more(page, ignore_eos=True, max_tokens=1900, logprobs=True, top_logprobs=20)  # which takes its time
     watch(page, "article.assistant .prose")
-    answer = ask(page, "Count from 1 to 10.")
+    answer = talk.ask(page, "Count from 1 to 10.")
     page.wait_for_function("() => window.seen.size > 4")  # it comes in pieces
     expect(answer.locator(".prose")).to_contain_text("1, 2")
     page.keyboard.press("Escape")
     expect(answer.locator(".finish")).to_have_text("stopped")
     until(lambda: httpx.get(f"{demo_server.url}/load").json()["server_load"] == 0)
     assert aborted() == before + 1
-    answer = ask(page, "Again.")
+    answer = talk.ask(page, "Again.")
     page.get_by_role("button", name="Stop").click()
     expect(answer.locator(".finish")).to_have_text("stopped")
     expect(page.get_by_label("Message", exact=True)).to_be_focused()
     more(page)
-    expect(answered(page, "Hello!").locator(".prose")).not_to_be_empty()
+    expect(talk.answered(page, "Hello!").locator(".prose")).not_to_be_empty()
 
 
 def test_an_adapter_is_chosen_beside_new_chat(
-    serve: Any, open_page: Any, tiny_model: Any, adapter_files: Any, tmp_path: Path
+    serve: Any, open_page: Any, talk: Any, tiny_model: Any, adapter_files: Any, tmp_path: Path
 ) -> None:
     """Other names of the model are no choice; without adapters there is none."""
     base = tiny_model("qwen3")
@@ -130,11 +90,11 @@ def test_an_adapter_is_chosen_beside_new_chat(
         choice = page.get_by_role("combobox", name="Model", exact=True)
         expect(choice).to_be_visible()
         assert choice.locator("option").all_inner_texts() == ["tiny", "sql"]
-        with scripted(page, event_stream({"content": "a"}), event_stream({"content": "b"})) as bodies:
-            answered(page, "Hello!")
+        with talk.scripted(page, talk.event_stream({"content": "a"}), talk.event_stream({"content": "b"})) as bodies:
+            talk.answered(page, "Hello!")
             choice.select_option("sql")
             expect(page.get_by_label("Message", exact=True)).to_have_attribute("placeholder", "Message sql")
-            answered(page, "Hello!")
+            talk.answered(page, "Hello!")
         assert [body["model"] for body in bodies] == ["tiny", "sql"]
         page.close()
 
@@ -146,12 +106,12 @@ HOSTILE = (
 )
 
 
-def test_a_script_in_an_answer_does_not_run(demo_server: Any, open_page: Any) -> None:
+def test_a_script_in_an_answer_does_not_run(demo_server: Any, open_page: Any, talk: Any) -> None:
     page = open_page(demo_server.url)
     addresses: list[str] = []
     page.on("request", lambda request: addresses.append(request.url))
     more(page, structured_outputs={"choice": [HOSTILE]})  # the demo model has to say just this
-    answer = answered(page, "Hello!")
+    answer = talk.answered(page, "Hello!")
     expect(answer.locator(".prose")).to_contain_text("<script>window.hacked=1</script>")
     expect(answer.locator(".code pre")).to_have_text("<script>window.hacked=5</script>")
     expect(answer.locator("strong")).to_have_text("bold")
@@ -177,16 +137,16 @@ def test_a_script_in_an_answer_does_not_run(demo_server: Any, open_page: Any) ->
     page.complaints.clear()  # the browser has reported those
 
 
-def test_reasoning_and_tool_calls(demo_server: Any, open_page: Any, picture: Any) -> None:
+def test_reasoning_and_tool_calls(demo_server: Any, open_page: Any, talk: Any, picture: Any) -> None:
     page = open_page(demo_server.url)
     call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": '}}
     rest = {"index": 0, "function": {"arguments": '"Rome"}'}}
-    first = event_stream(
+    first = talk.event_stream(
         {"role": "assistant", "content": ""}, {"reasoning": "Rome is a city."}, {"reasoning_content": " I ask."},
         {"tool_calls": [call]}, {"tool_calls": [rest]}, finish="tool_calls",
     )  # fmt: skip
-    with scripted(page, first, event_stream({"content": "It is "}, {"content": "**warm**."})) as bodies:
-        answer = answered(page, "Weather in Rome?")
+    with talk.scripted(page, first, talk.event_stream({"content": "It is "}, {"content": "**warm**."})) as bodies:
+        answer = talk.answered(page, "Weather in Rome?")
         thoughts = answer.locator("details.reasoning")
         assert not thoughts.evaluate("element => element.open"), "folded"
         expect(thoughts.locator("summary")).to_contain_text("Thought")
@@ -217,17 +177,17 @@ TOOL = {
 }
 
 
-def test_the_model_itself_thinks_and_calls(demo_server: Any, open_page: Any, picture: Any) -> None:
+def test_the_model_itself_thinks_and_calls(demo_server: Any, open_page: Any, talk: Any, picture: Any) -> None:
     page = open_page(demo_server.url)
     page.get_by_label("Reasoning").select_option("high")
-    answer = answered(page, "What is 57 + 68?")
+    answer = talk.answered(page, "What is 57 + 68?")
     expect(answer.locator(".prose")).to_contain_text("125")
     answer.locator("summary").click()
     expect(answer.locator(".reasoning pre")).to_contain_text("57 + 68 = 125")
     page.get_by_label("Reasoning").select_option("default")
     page.get_by_role("button", name="New chat").click()
     more(page, tools=[{"type": "function", "function": TOOL}])
-    answer = answered(page, "What is the weather in Paris?")
+    answer = talk.answered(page, "What is the weather in Paris?")
     expect(answer.locator(".call .code pre")).to_have_text('{\n  "city": "Paris"\n}')
     answer.get_by_label("Result of get_weather").fill('{"temperature": 21, "sky": "sunny"}')
     answer.get_by_role("button", name="Send results").click()
@@ -236,10 +196,10 @@ def test_the_model_itself_thinks_and_calls(demo_server: Any, open_page: Any, pic
     picture(page, "tools-of-the-model")
 
 
-def test_edit_regenerate_and_errors(demo_server: Any, open_page: Any) -> None:
+def test_edit_regenerate_and_errors(demo_server: Any, open_page: Any, talk: Any) -> None:
     page = open_page(demo_server.url)
-    answered(page, "What is 12 + 30?")
-    answered(page, "Hello!")
+    talk.answered(page, "What is 12 + 30?")
+    talk.answered(page, "Hello!")
     page.locator("article.user").first.get_by_role("button", name="Edit").click()
     page.get_by_label("Edit your message").fill("What is 5 + 6?")
     page.keyboard.press("Enter")
@@ -251,49 +211,51 @@ def test_edit_regenerate_and_errors(demo_server: Any, open_page: Any) -> None:
     expect(page.locator("article.assistant[aria-busy=false] .prose")).to_have_text("11")
     expect(page.locator("article")).to_have_count(2)
     page.get_by_label("Temperature").fill("7")
-    ask(page, "Hello!")
+    talk.ask(page, "Hello!")
     expect(page.locator("#settings-error")).to_contain_text("Temperature")
     page.get_by_label("Temperature").fill("")
     page.get_by_label("System prompt").fill("Be brief.")
     more(page, n=0)
-    failed = answered(page, "Hello!")
+    failed = talk.answered(page, "Hello!")
     expect(failed.get_by_role("alert")).to_contain_text("'n'")
     assert any("400" in text for text in page.complaints)
     page.complaints.clear()  # Chromium reports every 400
 
 
-def test_answers_that_never_came_are_no_history(demo_server: Any, open_page: Any) -> None:
+def test_answers_that_never_came_are_no_history(demo_server: Any, open_page: Any, talk: Any) -> None:
     page = open_page(demo_server.url)
     error = 'data: {"error": {"message": "The engine died."}}\n\n'
     call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"ci'}}
-    torn = event_stream({"content": "I look."}, {"tool_calls": [call]}).partition('data: {"choices": [], ')[0] + error
-    with scripted(page, error, torn, event_stream({"content": "Fine."})) as bodies:
-        expect(answered(page, "one").get_by_role("alert")).to_have_text("The engine died.")
-        answer = answered(page, "two")
+    torn = (
+        talk.event_stream({"content": "I look."}, {"tool_calls": [call]}).partition('data: {"choices": [], ')[0] + error
+    )
+    with talk.scripted(page, error, torn, talk.event_stream({"content": "Fine."})) as bodies:
+        expect(talk.answered(page, "one").get_by_role("alert")).to_have_text("The engine died.")
+        answer = talk.answered(page, "two")
         expect(answer.get_by_role("alert")).to_have_text("The engine died.")
         expect(answer.locator(".call")).to_be_visible()
         expect(answer.get_by_role("button", name="Send results")).to_have_count(0)
         page.route("**/v1/chat/completions", lambda route: None)  # says nothing
-        stopped = ask(page, "three")
+        stopped = talk.ask(page, "three")
         expect(stopped).to_have_attribute("aria-busy", "true")
         page.keyboard.press("Escape")
         expect(stopped.locator(".finish")).to_have_text("stopped")
     page.reload()
-    with scripted(page, event_stream({"content": "Fine."})) as later:
-        answered(page, "four")
+    with talk.scripted(page, talk.event_stream({"content": "Fine."})) as later:
+        talk.answered(page, "four")
     assert [[message["content"] for message in body["messages"]] for body in (*bodies, *later)] == [
         ["one"], ["two"], ["two", "I look.", "four"]
     ]  # fmt: skip
     assert not any("tool_calls" in message for message in later[0]["messages"])
 
 
-def test_what_is_copied_runs(demo_server: Any, open_page: Any) -> None:
+def test_what_is_copied_runs(demo_server: Any, open_page: Any, talk: Any) -> None:
     page = open_page(demo_server.url)
     page.get_by_label("Seed").fill("1")
     page.get_by_label("Top k", exact=True).fill("1")
     page.get_by_label("System prompt").fill('It\'s "quoted" $HOME `x` \\ ü 🙂')
     more(page, structured_outputs={"choice": ["Paris", "Rome"]}, ignore_eos=False)
-    answer = answered(page, "What is the capital of France?")
+    answer = talk.answered(page, "What is the capital of France?")
     expect(answer.locator(".prose")).to_have_text("Paris")
     watch(page, "article.assistant button")
     answer.get_by_role("button", name="Copy as curl").click()
@@ -312,7 +274,7 @@ def test_what_is_copied_runs(demo_server: Any, open_page: Any) -> None:
 # ---- everybody can use it ----
 
 
-def test_by_keyboard_and_by_ear(demo_server: Any, open_page: Any) -> None:
+def test_by_keyboard_and_by_ear(demo_server: Any, open_page: Any, talk: Any) -> None:
     page = open_page(demo_server.url)
     page.keyboard.press("Tab")
     expect(page.get_by_role("link", name="Skip to the content")).to_be_focused()
@@ -325,10 +287,10 @@ def test_by_keyboard_and_by_ear(demo_server: Any, open_page: Any) -> None:
     engine = names(page)
     page.keyboard.press("Home")
     expect(page.get_by_role("tabpanel", name="Chat")).to_be_visible()
-    answer = answered(page, "Hello!")
+    answer = talk.answered(page, "Hello!")
     expect(page.locator("#spoken")).to_have_text(re.compile(r"^Answered, \d+ tokens\.$"))
     expect(page.get_by_role("log", name="Conversation")).to_have_attribute("aria-live", "polite")
-    expect(answer).to_have_attribute("aria-label", "Model")
+    expect(answer).to_have_attribute("aria-label", demo_server.model)  # who spoke
     for role, name in [*engine, *names(page)]:
         assert name, f"a {role} has no name"
     headings = page.evaluate("[...document.querySelectorAll('h1,h2,h3')].map((h) => h.tagName)")
@@ -381,11 +343,11 @@ CONTRAST = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_every_text_stands_out(demo_server: Any, open_page: Any, picture: Any, scheme: str) -> None:
+def test_every_text_stands_out(demo_server: Any, open_page: Any, talk: Any, picture: Any, scheme: str) -> None:
     page = open_page(demo_server.url, color_scheme=scheme)
     text = "# T\n\n> quote\n\n`code` [x](https://example.org)\n\n```python\nif x == 1:  # why\n    print('a')\n```"
-    with scripted(page, event_stream({"reasoning": "Hm."}, {"content": text}, finish="length")):
-        answered(page, "Hello!")
+    with talk.scripted(page, talk.event_stream({"reasoning": "Hm."}, {"content": text}, finish="length")):
+        talk.answered(page, "Hello!")
     assert page.evaluate(CONTRAST) == []
     picture(page, f"markdown-{scheme}")
     page.get_by_role("tab", name="Engine").click()
@@ -399,29 +361,47 @@ FORMULAS = (
 )
 
 
-def test_formulas_keep_their_source(demo_server: Any, open_page: Any) -> None:
+def test_formulas_are_drawn_and_keep_their_source(demo_server: Any, open_page: Any, talk: Any, picture: Any) -> None:
     page = open_page(demo_server.url)
-    with scripted(page, event_stream({"content": FORMULAS})):
-        answer = answered(page, "Formulas, please.")
-    shown = answer.locator(".math").all_text_contents()
-    assert shown == [
-        "$a_1 + b_1 * c_1$", r"\(x_2 * y_2\)", r"\[ \sum_{i} x_i \]", r"$$u_1 \\ u_2$$",
-        "$$\n- x_1\n+ y_1 \\\\ *z*\n$$",
+    wrong = "\n\nNot one: $\\nonsense{x$ and \\(\\href{https://example.org}{x}\\)."
+    with talk.scripted(page, talk.event_stream({"content": FORMULAS + wrong})):
+        answer = talk.answered(page, "Formulas, please.")
+    expect(answer.locator(".math.drawn")).to_have_count(5)
+    sources = answer.locator("annotation[encoding='application/x-tex']").all_text_contents()
+    assert [source.strip() for source in sources] == [
+        "a_1 + b_1 * c_1", "x_2 * y_2", r"\sum_{i} x_i", r"u_1 \\ u_2", "- x_1\n+ y_1 \\\\ *z*",
     ]  # fmt: skip
+    assert answer.locator("math[display=block]").count() == 3
+    # What is no TeX, or would lead elsewhere, stays as it was written.
+    assert answer.locator(".math:not(.drawn)").all_text_contents() == [
+        r"$\nonsense{x$", r"\(\href{https://example.org}{x}\)"
+    ]  # fmt: skip
+    assert answer.locator("a").count() == 0
     expect(answer.locator("strong")).to_have_text("bold")
     expect(answer.locator("code")).to_have_text("$code$")
     expect(answer.locator(".prose")).to_contain_text("it costs $5 and $6.")
     assert answer.locator("li, em").count() == 0
+    picture(page, "formulas")
 
 
-def test_tables_can_be_read_on_a_narrow_screen(demo_server: Any, open_page: Any) -> None:
+def test_lists_of_tasks_have_boxes(demo_server: Any, open_page: Any, talk: Any) -> None:
+    page = open_page(demo_server.url)
+    with talk.scripted(page, talk.event_stream({"content": "- [x] **bread**\n- [ ] milk\n- [y] none\n\n[ ] no list"})):
+        answer = talk.answered(page, "A list, please.")
+    boxes = answer.get_by_role("checkbox")
+    assert [box.is_checked() for box in boxes.all()] == [True, False]
+    assert answer.locator("li").all_inner_texts() == ["bread", "milk", "[y] none"]
+    assert answer.locator("li.task").count() == 2
+
+
+def test_tables_can_be_read_on_a_narrow_screen(demo_server: Any, open_page: Any, talk: Any) -> None:
     """Words stay whole; what is too wide is scrolled within the table."""
     page = open_page(demo_server.url, viewport={"width": 390, "height": 740})
     names = ("Quantisation", "Throughput", "Latency", "Temperature", "Remarks")
     rows = [names, ["-" * 3] * 5, ["interesting", "considerable", "milliseconds", "comfortable", "none whatsoever"]]
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
-    with scripted(page, event_stream({"content": table})):
-        answered(page, "A table, please.")
+    with talk.scripted(page, talk.event_stream({"content": table})):
+        talk.answered(page, "A table, please.")
     heights = page.locator(".prose th").evaluate_all("cells => cells.map((cell) => cell.clientHeight)")
     assert max(heights) < 45, "one line each"
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
@@ -440,11 +420,11 @@ def test_a_wrong_parameter_is_told_where_it_is_seen(demo_server: Any, open_page:
     expect(page.get_by_label("More parameters (JSON)")).to_be_focused()
 
 
-def test_on_a_phone(demo_server: Any, open_page: Any, picture: Any) -> None:
+def test_on_a_phone(demo_server: Any, open_page: Any, talk: Any, picture: Any) -> None:
     page = open_page(demo_server.url, viewport={"width": 360, "height": 740}, is_mobile=True, has_touch=True)
     wide = "| a | b |\n|---|---|\n| " + "x" * 200 + " | y |\n\n```\n" + "y" * 300 + "\n```\n\n" + "z" * 400
-    with scripted(page, event_stream({"content": wide})):
-        answered(page, "w" * 300)
+    with talk.scripted(page, talk.event_stream({"content": wide})):
+        talk.answered(page, "w" * 300)
     narrow = (
         "document.documentElement.scrollWidth <= innerWidth && document.getElementById('log').scrollWidth <= innerWidth"
     )

@@ -33,6 +33,7 @@ METRICS = {
     "vllm:prompt_tokens_cached": "counter", "vllm:generation_tokens": "counter", "vllm:log_lines_lost": "counter",
     "vllm:grammar_cache_hits": "counter", "vllm:grammar_cache_misses": "counter",
     "vllm:grammar_compile_failures": "counter", "vllm:engine_invariant_violations": "counter",
+    "vllm:requests_with_unknown_fields": "counter",
     **dict.fromkeys((f"vllm:{name}" for name in (
         "time_to_first_token_seconds", "inter_token_latency_seconds", "request_time_per_output_token_seconds",
         "e2e_request_latency_seconds", "request_queue_time_seconds", "request_inference_time_seconds",

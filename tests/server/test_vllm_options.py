@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 
 from vserve.engine.errors import ConfigError
 from vserve.engine.options import kv_events_settings
-from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.config import EngineConfig, flag
 from vserve.server.cli import main, serve
 from vserve.server.cli.flags import read_flags
 from vserve.server.cli.given import notices
@@ -333,15 +334,29 @@ def test_values_as_people_spell_them(monkeypatch: Any) -> None:
         ("--load-format sharded_state", "give the folder that they were made of"),
         ("--tokenizer-mode custom", "use a folder with a tokenizer.json"),
         ("--kv-cache-dtype nvfp4", "choose fp8, or leave it out"),
+        ("--kv-cache-dtype turboquant_k8v4", "choose fp8, or leave it out"),
+        ("--runner draft", "--speculative-config|speculative_config"),
+        ("--task draft", "--speculative-config|speculative_config"),
     ],
 )
 def test_values_that_are_nothing_here_say_what_to_do(words: str, remedy: str, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         parse("/m", *words.split())
-    assert remedy in (said := capsys.readouterr().err) and "invalid choice" not in said
+    assert re.search(remedy, said := capsys.readouterr().err) and "invalid choice" not in said
     name, value = words.split()
     with pytest.raises(ConfigError, match=remedy):
         from_keywords({"model": "/m", name[2:].replace("-", "_"): value})
+
+
+def test_no_value_is_an_invalid_choice(capsys: Any) -> None:
+    """Whatever it is: what there is to choose from stands there."""
+    named = [spec for spec, _ in options().values() if spec.metadata["choices"]]
+    assert len(named) > 10
+    for spec in named:
+        with pytest.raises(SystemExit):
+            parse("/m", flag(spec.name), "nonsense")
+        said = capsys.readouterr().err
+        assert "'nonsense'" in said and "choose " in said and "invalid choice" not in said, said
 
 
 def test_variables_of_template_by_default() -> None:
