@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ class Card:
         config=parse_model_config({"architectures": ["LlamaForCausalLM"], "num_key_value_heads": 8}),
     )  # fmt: skip
     adapters = model_drafter = states = None
+    seeing: Any = None
     is_last = True
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, max_model_len: int) -> None:
@@ -71,6 +73,18 @@ class Card:
 def planned(card: Card, **options):
     config = EngineConfig("model", gpu_memory_utilization=0.9, **options)
     return plan_memory(card, config, torch.bfloat16, 8192)  # type: ignore[arg-type]
+
+
+def test_features_of_pictures_have_room_beside_the_cache(monkeypatch) -> None:
+    """And the largest one is looked at while the step is measured."""
+    card, calls = Card(monkeypatch, 8192), []
+    without = planned(card)
+    card.seeing = SimpleNamespace(cache_bytes=3 * GIB, warm_up=lambda: calls.append(1))
+    plan = planned(card)
+    assert calls == [1] and plan.pictures == 3 * GIB
+    assert without.cache - plan.cache == pytest.approx(3 * GIB, abs=2 * BLOCK)
+    assert "encoder cache" in plan.table() and "encoder cache" not in without.table()
+    assert plan.needed + plan.cache <= plan.budget
 
 
 def test_a_context_that_is_cut_gives_back_its_rows(monkeypatch) -> None:

@@ -73,7 +73,7 @@ class Card:
     layout = SimpleNamespace(windows=(0,))
     device = SimpleNamespace(type="cuda")
     model = SimpleNamespace(config=SimpleNamespace(layers=()), modules=lambda: ())
-    model_drafter = latent_prompts = None
+    model_drafter = latent_prompts = seeing = None
 
     def __init__(self, calls: list[Any]) -> None:
         self._calls = calls
