@@ -19,7 +19,7 @@ from vserve.engine.options import cgroup
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.planning import host_memory, weight_size
 from vserve.engine.planning.host_memory import is_out_of_memory, killed
-from vserve.engine.planning.settings import Machine
+from vserve.engine.planning.machine import Machine
 from vserve.engine.planning.weight_size import check_weights
 from vserve.engine.quant.online import OnlineScheme
 from vserve.engine.quant.scheme import make_scheme
