@@ -44,11 +44,11 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
         _refuse(f"{config.architecture} reads texts both ways, which is not divided over ranks", size)
     if (why := fault(config, size, expert_parallel)) is None:
         return
-    possible = ", ".join(map(str, sizes(config, expert_parallel)))
+    possible = ", ".join(map(str, numbers)) if len(numbers := sizes(config, expert_parallel)) > 1 else ""
     raise ModelError(
-        f"--tensor-parallel-size {size}: {why} cannot be divided over {size} ranks: take one of {possible}, or "
-        f"--data-parallel-size {size} for as many that each hold all of the model; --pipeline-parallel-size deals out "
-        "whole layers, to any number of ranks"
+        f"--tensor-parallel-size {size}: {why} cannot be divided over {size} ranks: take "
+        f"{f'one of {possible}, or ' if possible else ''}--data-parallel-size {size} for as many that each hold all of "
+        "the model; --pipeline-parallel-size deals out whole layers, to any number of ranks"
     )
 
 
@@ -174,6 +174,8 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
         refuse(f"{config.architecture} is computed by transformers' code, which is not cut into stages", size)
     if not config.causal:
         refuse(f"{config.architecture} reads texts both ways, which is not cut into stages", size)
+    if any(isinstance(layer.mixer, ConvSpec | ScanSpec | PairSpec) for layer in config.layers):
+        refuse(f"{config.architecture} keeps recurrent states, and such a model is not cut into stages", size)
     if not is_cut(config):
         refuse(f"layers of {config.architecture} read what others keep, and are not cut into stages", size)
     num_layers = len(config.layers)
