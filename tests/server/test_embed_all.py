@@ -17,7 +17,7 @@ from vserve.server.offline.embed_all import embed_all, embedded
 from vserve.server.offline.patient import Call
 
 COUNTS: Any = SimpleNamespace(
-    generation_tokens=0, first_output=lambda *_: None, more_output=lambda *_: None, finished=lambda *_: None
+    generation_tokens=0, first_output=lambda *_: None, more_output=lambda *_: None, finished=lambda *_, **__: None
 )
 
 

@@ -327,7 +327,7 @@ def test_default_params_come_from_the_model(folder, tmp_path, llm):
         (7, "prompt 1 is neither a string nor a list of token ids."),
         ({"prompt_token_ids": "abc"}, "prompt 1 is neither"),
         ({}, "prompt 1 is neither"),
-        ({"prompt": "a", "multi_modal_data": {"audio": 1}}, "prompt 1: 'multi_modal_data' has 'audio'"),
+        ({"prompt": "a", "multi_modal_data": {"audio": 1}}, "prompt 1: 'multi_modal_data' is not supported"),
     ],
 )
 def test_prompts_that_cannot_be(llm, prompt, message):
