@@ -23,7 +23,7 @@ def test_a_small_cache_is_told_of(tiny_model: Any, caplog: pytest.LogCaptureFixt
         params = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
         outputs = llm.generate([[5 + i] * 20 for i in range(4)], params, use_tqdm=False)
         assert all(len(output.outputs[0].token_ids) == 60 for output in outputs)
-        total = llm._preemptions.total
+        total = llm._counts.preemptions.total
     said = [record for record in caplog.records if record.name == preemptions.__name__]
     assert total > 0 and said
     text, fields = said[0].getMessage(), said[0].fields  # type: ignore[attr-defined]
