@@ -38,7 +38,8 @@ NOTHING = {".ci/base", ".gitignore", "tests/gpu/RESULTS.md"}  # that a test runs
 # Whoever comes through one of these starts, or reads a request for, all that is behind it.
 DOORS = {
     "server/app.py", "server/cli/main.py", "server/api_process.py", "server/service.py", "server/ray_serve.py",
-    "server/offline/llm.py", "server/offline/jobs.py", "server/offline/engine.py", "server/text/model.py", "server/wire/requests.py", "server/client/engine_client.py",
+    "server/offline/llm.py", "server/offline/jobs.py", "server/offline/engine.py",
+    "server/text/model.py", "server/wire/requests.py", "server/client/engine_client.py",
     "server/client/process.py", "server/text/tool_text.py", "engine/start/engine.py", "engine/start/process.py",
     "engine/start/rank_process.py",
     "engine/start/loop.py", "tests/engine/test_stress.py",

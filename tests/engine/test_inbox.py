@@ -173,8 +173,14 @@ def test_a_frame_has_a_limit_that_only_a_single_message_exceeds() -> None:
         assert transport is not None
         write = transport.write
 
+        left_of_frame = 0
+
         def noting(data: bytes) -> None:
-            lengths.append(LENGTH.unpack_from(data)[0])
+            nonlocal left_of_frame
+            if not left_of_frame:
+                lengths.append(LENGTH.unpack_from(data)[0])
+                left_of_frame = LENGTH.size + lengths[-1]
+            left_of_frame -= len(data)
             write(data)
 
         ours._transport = SimpleNamespace(write=noting, is_closing=lambda: False, close=transport.close)  # type: ignore

@@ -248,7 +248,7 @@ def test_all_ranks_have_the_slots_that_the_fewest_have_room_for(monkeypatch: pyt
     """One scheduler hands them out. The numbers of the table are those of the rank with the least room."""
     mine = MemoryPlan(80, 72, 20, 5, 1, 2, 30, 100, 64, KVLayout.of([KVSpec(8, 128, 128)], 16, 64))
     mine = dataclasses.replace(mine, states=StateSlots(10, 8, 20))
-    others = iter([[[90, 80, 72, 30, 5, 1, 2, 20]], [[6, 30, 12]]])
+    others = iter([[[90, 80, 72, 30, 5, 1, 2, 0, 20]], [[6, 30, 12]]])
     monkeypatch.setattr(memory_module, "gather", lambda world, device, numbers: [numbers, *next(others)])
     stage = SimpleNamespace(count=1)
     runner = SimpleNamespace(
