@@ -133,6 +133,15 @@ def test_nemotron_3_nano() -> None:
     assert layers[1].mlp == MLPSpec(21504, activation="relu2", gated=False) and layers[3].attention.head_dim == 64
 
 
+def test_heads_of_nemotron_nano_2_have_tiles() -> None:
+    """Which are 80 channels wide."""
+    nano_2 = NANO_3 | {"hybrid_override_pattern": "M-M*-", "mamba_num_heads": 128, "mamba_head_dim": 80}
+    check_state_heads(parse_model_config(nano_2))
+    for keys in ({"mamba_head_dim": 72}, {"ssm_state_size": 80}):
+        with pytest.raises(ConfigError, match="a power of two, and a multiple of 16 of at least 16 are computed"):
+            check_state_heads(parse_model_config(nano_2 | keys))
+
+
 def test_falcon_h1_has_both_in_every_layer() -> None:
     config = parse_model_config(FALCON_7B)
     (layer,) = set(config.layers)
@@ -173,12 +182,18 @@ def test_configurations_that_are_refused(keys: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("raw", [LFM2_1_2B, *MAMBA], ids=lambda raw: raw["model_type"])
-def test_they_are_neither_divided_nor_cut(raw: dict[str, Any]) -> None:
+def test_they_are_cut_and_not_divided(raw: dict[str, Any]) -> None:
     config = parse_model_config(raw)
-    with pytest.raises(ModelError, match=r"--tensor-parallel-size 2: .*take --data-parallel-size 2"):
+    layer = "a layer of (Mamba-2|short convolutions) cannot be divided over 2 ranks: leave it out"
+    with pytest.raises(ModelError, match=rf"--tensor-parallel-size 2: {layer}, or take --data-parallel-size 2 .*pipel"):
         check_divides(config, 2)
-    with pytest.raises(ModelError, match="keeps recurrent states, and such a model is not cut into stages"):
-        check_stages(config, 2)
+    check_stages(config, 2)
+
+
+def test_a_stage_needs_attention_and_a_state() -> None:
+    config = parse_model_config(NANO_3)
+    with pytest.raises(ModelError, match="stage 1 would have no layer with attention, and of such a model each needs"):
+        check_stages(config, 2, (5, 47))
 
 
 def test_inputs_of_convolutions_have_the_type_of_activations() -> None:
