@@ -205,6 +205,15 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
                 )
 
 
+def is_cut_into(config: ModelConfig, size: int) -> bool:
+    """Whether check_stages lets so many stages have the layers."""
+    try:
+        check_stages(config, size)
+    except ModelError:
+        return False
+    return True
+
+
 def is_cut(config: ModelConfig) -> bool:
     """Whether stages can have some of the layers each: those of our own that need nothing of others but the stream."""
     whole = (layer.attention is None or layer.attention.kv.num_kv_heads > 0 for layer in config.layers)
@@ -365,7 +374,7 @@ def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple
     if not is_cut(model):
         return 0, 0.0, 0
     for count in range(now + 1, min(len(model.layers), MOST) + 1):
-        if (left := cache + weights - weights * now // count) > 0:
+        if (left := cache + weights - weights * now // count) > 0 and is_cut_into(model, count):
             return count, round(left / cache * count / now, 1) if cache > 0 else 0.0, left
     return 0, 0.0, 0
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from vserve.engine.cache.states import StateLayout
-from vserve.engine.describe.divide import check_divides, check_stages
+from vserve.engine.describe.divide import check_divides, check_stages, more_stages
 from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import parse_model_config
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.families.layer_spec import AttentionSpec, ConvSpec, MLPSpec, MoESpec, PairSpec, ScanSpec
 from vserve.engine.options.config import EngineConfig
+from vserve.engine.planning.load import divisions
 from vserve.engine.planning.state_slots import check_state_heads, choose_state_dtype
+from vserve.engine.planning.weight_size import smaller_weights, weight_size
+from vserve.engine.quant.online import OnlineScheme
 from vserve.engine.weights.loader import count_parameters
 
 # Keys of config.json as they are published.
@@ -73,8 +78,6 @@ def slot_bytes(config: ModelConfig) -> int:
 
 
 def choose_dtype(config: ModelConfig) -> Any:
-    import torch
-
     return getattr(torch, choose_state_dtype(EngineConfig("x"), config))
 
 
@@ -194,6 +197,30 @@ def test_a_stage_needs_attention_and_a_state() -> None:
     config = parse_model_config(NANO_3)
     with pytest.raises(ModelError, match="stage 1 would have no layer with attention, and of such a model each needs"):
         check_stages(config, 2, (5, 47))
+
+
+@pytest.mark.parametrize("raw", [LFM2_8B, *MAMBA], ids=lambda raw: raw["model_type"])
+def test_only_stages_that_can_be_are_named(raw: dict[str, Any]) -> None:
+    """By `vserve plan`, and where memory is short."""
+    config, asked = parse_model_config(raw), EngineConfig("x")
+    counts = [division.pipeline_parallel_size for division in divisions(config, asked)]
+    assert counts[:2] == [1, 2] and (8 in counts) == (raw is FALCON_7B)
+    for count in counts:
+        check_stages(config, count)
+    size, *_ = more_stages(config, 1, 100, -86)  # eight would have room
+    assert (size == 8) == (raw is FALCON_7B)
+    check_stages(config, size or 1)
+
+
+def test_experts_without_gates_are_not_said_to_shrink() -> None:
+    config, half = parse_model_config(NANO_3), torch.bfloat16
+    every = count_parameters(config)
+    assert not list(smaller_weights(config, every, half, 2 * every, every * 3 // 2, on_card=True))
+    assert list(smaller_weights(config, every, half, 2 * every, 2 * every - 1, on_card=True))[0].startswith("add -q fp8")
+    stored = replace(config, quantization=OnlineScheme("int4"))
+    assert not list(smaller_weights(stored, every, half, every // 2, every, on_card=True)), "no order is to blame"
+    alone = replace(config, quantization=OnlineScheme("int8", experts_alone=True))
+    assert weight_size(alone, every, half, 0, on_card=True) == 2 * every
 
 
 def test_inputs_of_convolutions_have_the_type_of_activations() -> None:
