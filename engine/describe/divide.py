@@ -47,8 +47,8 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
     remedy = "leave it out, or take" if possible == [1] else f"take one of {', '.join(map(str, possible))}, or"
     stages = "; --pipeline-parallel-size deals out whole layers, to any number of ranks" if is_cut(config) else ""
     raise ModelError(
-        f"--tensor-parallel-size {size}: {why} cannot be divided over {size} ranks: {remedy} --data-parallel-size {size} for as "
-        f"many that each hold all of the model{stages}"
+        f"--tensor-parallel-size {size}: {why} cannot be divided over {size} ranks: {remedy} --data-parallel-size "
+        f"{size} for as many that each hold all of the model{stages}"
     )
 
 

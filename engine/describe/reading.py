@@ -192,10 +192,17 @@ def read_vision(raw: dict[str, Any], config: EngineConfig, folder: Path) -> Visi
     if config.language_model_only or config.purpose.runner == "pooling":
         return None
     family = choose(raw, config.model_impl, folder, config.trust_remote_code)
-    if not isinstance(family, Family) or family.vision is None:
+    if not isinstance(family, Family):
         return None
-    vision = family.vision(RawConfig(_flat(raw, family), family.defaults))
+    vision = _vision(family, RawConfig(_flat(raw, family), family.defaults))
     return None if vision is None else vision_of_settings(folder, vision)
+
+
+def _vision(family: Family, raw: RawConfig) -> VisionSpec | None:
+    """None: nothing looks at pictures, or config.json does not say what does."""
+    if family.vision is None or raw.values.get("vision_config") is None:
+        return None
+    return family.vision(raw)
 
 
 def _flat(raw: dict[str, Any], family: Family) -> dict[str, Any]:
@@ -235,7 +242,7 @@ def _parse(raw: dict[str, Any], dtype: Any, family: Family, purpose: Purpose) ->
         generates=head is None and purpose.runner != "pooling" and causal,
         causal=causal,
         pictures=bool(family.nested),
-        vision=None if family.vision is None else family.vision(values),
+        vision=_vision(family, values),
         given_class=names[0] if names and not any(map(is_known, names)) else "",
     )
 

@@ -212,7 +212,7 @@ def with_plan(
         matches = re.compile(re.escape(f"{prefix}.{pattern}").replace(r"\*", r"\d+")).fullmatch
         for path in filter(matches, places):
             place = places[path]
-            if style in _ALIKE:
+            if style in _ALIKE or isinstance(place, nn.Embedding):  # every rank has whole tables
                 continue
             if style == _SUMMED:
                 summed.append(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -133,6 +134,7 @@ def watch(routers: Sequence[Router | None], device: torch.device) -> ExpertLoad 
 
 
 WINDOW = 64  # tokens that an expert of a layer got on average: with fewer, chance alone makes one of them the busiest
+EXPERT_SECONDS = 1.0  # between two looks at the counts
 
 
 class ExpertLoad:
@@ -167,7 +169,14 @@ class ExpertCounter:
 
     def __init__(self) -> None:
         self._before: Tensor | None = None
-        self._imbalance = 0.0
+        self._imbalance, self._read = 0.0, 0.0
+
+    def due(self, load: ExpertLoad | None) -> Tensor | None:
+        """The counts on the device, where it is time to read them."""
+        if load is None or time.monotonic() - self._read < EXPERT_SECONDS:
+            return None
+        self._read = time.monotonic()
+        return load.counts
 
     def take(self, counts: Tensor) -> ExpertCounts:
         """counts int64 [layers, E] on the host, none less than before."""

@@ -10,7 +10,8 @@ import re
 from pathlib import Path
 
 from ..options import cgroup
-from ..options.config import EngineConfig, SchedulerConfig
+from ..options.config import EngineConfig
+from ..options.scheduler_config import SchedulerConfig
 
 GIB = 1 << 30
 

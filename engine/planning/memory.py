@@ -20,7 +20,8 @@ from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..link.sampling_params import SamplingParams
 from ..models.model import Model
-from ..options.config import EngineConfig, SchedulerConfig
+from ..options.config import EngineConfig
+from ..options.scheduler_config import SchedulerConfig
 from ..parallel.group import Group, gather
 from ..parallel.pipeline import stage_of
 from ..speculation.model_drafter import ModelDrafter

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,29 +18,24 @@ from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..families.layer_spec import MoESpec
 from ..link.messages import EngineInfo
-from ..options.config import EngineConfig, SchedulerConfig
-from ..options.speculation import NO_DRAFTS, Speculation, read_speculation
-from ..schedule.planner import FEW_DECODES
+from ..options.config import EngineConfig
+from ..options.scheduler_config import SchedulerConfig
+from ..options.speculation import Speculation
+from .drafts import choose_speculation
+from .machine import Machine
 from .memory import MemoryPlan
-from .state_slots import check_state_heads, choose_state_dtype, seqs_beside_chunk, state_chunk, state_dtype
+from .state_slots import check_state_heads, choose_state_dtype, seqs_beside_chunk, state_dtype
+from .step_sizes import (
+    default_backlog_steps,
+    default_chunk,
+    large_mixed_tokens,
+    resolve_limits,
+    resolve_max_mixed_tokens,
+)
 
-# Times max_mixed_tokens, when many prompts wait: larger products are no faster, and those who decode wait longer.
-LARGE_CHUNKS = (2, 4)
 # Of an engine that reads whole texts, by the kind of device.
 STEP_TOKENS = {"cuda": 16384, "cpu": 1024}
 STEP_TEXTS = {"cuda": 1024, "cpu": 128}
-
-
-@dataclass(frozen=True)
-class Machine:
-    """What the options depend on beside the model."""
-
-    device: torch.device
-    name: str  # of the card; cpu
-    card_bytes: int  # of the card's memory; 0 on the CPU
-    cpu_threads: int  # of torch
-    card_free: int = 0  # of card_bytes, when the engine began
-    codes: bool = False  # quantised weights stay codes on this card
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,62 +287,6 @@ def _partition(config: EngineConfig, model: ModelConfig) -> str:
     return ",".join(str(len(part)) for part in parts)
 
 
-CHUNK = 1024  # tokens of a step with prompts beside decodes, on a GPU
-# The same of a mixture of experts: some fifty tokens already read the weights of nearly all experts, so that a few
-# hundred take as long as a few thousand.
-MIXTURE_CHUNK = 4096
-# The same of weights that are codes: FP8 multiplies twice as fast, and other codes become numbers first, which takes a
-# step of 1,024 tokens a seventh of its time. With the FEW_DECODES that leave a chunk whole, 2,048 rows.
-CODES_CHUNK = 2048 - FEW_DECODES
-SMALLEST_CHUNK = 1024  # tokens of a prompt that a stage computes about as fast, each, as it does many
-
-
-def default_limits(card_bytes: int, mixture: bool = False) -> tuple[int, int]:
-    """(max_num_batched_tokens, max_num_seqs). `card_bytes`: 0 on the CPU."""
-    if not card_bytes:
-        return 512, 16
-    return (8192, 1024) if card_bytes >= 70e9 else (MIXTURE_CHUNK if mixture else 2048, 256)
-
-
-def resolve_limits(
-    config: EngineConfig, machine: Machine, mixture: bool
-) -> tuple[int, int, tuple[str, ...], tuple[str, ...]]:
-    """Batched tokens and sequences that agree: every running request must be able to decode in each step.
-
-    Returns (max_num_batched_tokens, max_num_seqs, which of them had to follow the other, notices). EngineConfig has
-    refused two explicit settings that contradict each other.
-    """
-    tokens, seqs = default_limits(machine.card_bytes, mixture)
-    # The steps in flight together are about what one card would compute at once: a long prompt keeps all stages busy.
-    tokens = max(min(tokens, SMALLEST_CHUNK), tokens // config.pipeline_parallel_size)
-    tokens = config.max_num_batched_tokens or tokens
-    seqs = config.max_num_seqs or seqs
-    if seqs <= tokens:
-        return tokens, seqs, (), ()
-    if config.max_num_seqs:
-        notice = f"max_num_batched_tokens raised to {seqs}, the value of --max-num-seqs"
-        return seqs, seqs, ("max_num_batched_tokens",), (notice,)
-    notice = f"max_num_seqs lowered to {tokens}, the value of --max-num-batched-tokens"
-    return tokens, tokens, ("max_num_seqs",), (notice,)
-
-
-def default_chunk(mixture: bool, codes: bool, drafts: bool) -> int:
-    """drafts: are made in some steps, whose graphs with prompts end at CHUNK tokens."""
-    return MIXTURE_CHUNK if mixture else CODES_CHUNK if codes and not drafts else CHUNK
-
-
-def resolve_max_mixed_tokens(config: EngineConfig, device: str, max_num_batched_tokens: int, chunk: int) -> int:
-    """Without chunked prefill a prompt needs a whole step, whoever decodes beside it. Whoever names the tokens of a
-    step means mixed steps too."""
-    if not config.enable_chunked_prefill:
-        return 0
-    if config.max_mixed_tokens is not None:
-        return config.max_mixed_tokens
-    if device == "cpu" or config.max_num_batched_tokens is not None:
-        return 0
-    return min(chunk, max_num_batched_tokens)
-
-
 def step_limits(config: EngineConfig, found: Settings) -> str:
     """For the log: which of the options that limit a step acts. "" where none was given."""
     if config.max_num_batched_tokens is None and config.max_mixed_tokens is None:
@@ -357,58 +296,6 @@ def step_limits(config: EngineConfig, found: Settings) -> str:
         return f"{most}, beside decodes as well (--max-num-batched-tokens)"
     waiting = f", up to {found.large_mixed_tokens[-1]} while many prompts wait" if found.large_mixed_tokens else ""
     return f"{most} (--max-num-batched-tokens), {found.mixed_step} beside decodes (--max-mixed-tokens){waiting}"
-
-
-def default_backlog_steps(chunk: int) -> int:
-    """Who gains by larger steps has them until as few tokens wait as others keep to theirs."""
-    return SchedulerConfig.backlog_steps // (1 if chunk == CHUNK else 2)
-
-
-def large_mixed_tokens(
-    max_mixed_tokens: int, max_num_batched_tokens: int, even: Callable[[int], int]
-) -> tuple[int, ...]:
-    """Of mixed steps when many prompts wait; `even`: a number of rows → one near it that suits the device."""
-    sizes = [times * max_mixed_tokens for times in LARGE_CHUNKS if max_mixed_tokens]
-    within = [size for size in sizes if size <= max_num_batched_tokens]
-    return tuple(even(size) if even(size) <= max_num_batched_tokens else size for size in within)
-
-
-def choose_speculation(config: EngineConfig, model: ModelConfig, tokens: int, seqs: int) -> Speculation:
-    speculation = read_speculation(config.speculative_config)
-    if speculation is None:
-        return NO_DRAFTS
-    if not model.generates:
-        raise ConfigError("--speculative-config: this model samples no tokens, there is nothing to draft; leave it out")
-    if speculation.acceptance and config.load_format != "dummy":
-        raise ConfigError(
-            "--speculative-config: its rejection_sample_method 'synthetic' lets drafts hold that the model would not "
-            "have sampled: that measures and answers nothing; add --load-format dummy (random weights), or leave it out"
-        )
-    if speculation.by_model:
-        check_draftable(config, model, speculation)
-    prompts = state_chunk(config) if model.has_state else 0  # beside everybody's drafts
-    speculation = speculation.within(seqs, tokens - prompts, max(2, config.pipeline_parallel_size + 1))
-    if any(drafts for _, drafts in speculation.depths):
-        return speculation
-    raise ConfigError(
-        f"--speculative-config: a step of {tokens} tokens has no room for drafts"
-        f"{f' beside {prompts} of a prompt' if prompts else ''}; raise --max-num-batched-tokens"
-    )
-
-
-def check_draftable(config: EngineConfig, model: ModelConfig, speculation: Speculation) -> None:
-    """Raises ConfigError for what a model does not draft beside, so far."""
-    instead = 'use {"method": "ngram"}, or leave it out'
-    ranks, size = speculation.num_ranks, config.tensor_parallel_size
-    if ranks not in (0, 1, size):
-        may = f"{size}, as --tensor-parallel-size is, or 1, and every rank has all of what drafts" if size > 1 else "1"
-        raise ConfigError(f"--speculative-config: its draft_tensor_parallel_size is {ranks}: it must be {may}")
-    if config.pipeline_parallel_size > 1:
-        why = f"--pipeline-parallel-size {config.pipeline_parallel_size}: a model drafts beside a whole one only so far"
-        raise ConfigError(f"--speculative-config beside {why}; {instead}")
-    if model.foreign is not None:
-        why = f"{model.architecture} is computed by transformers' code, beside which no model drafts"
-        raise ConfigError(f"--speculative-config: {why}; {instead}")
 
 
 def choose_dtype(name: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:

@@ -16,13 +16,15 @@ from ..describe.divide import check_divides, kv_shares, stage_layers, state_shar
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..files.checkpoint import checkpoint_bytes
-from ..options.config import EngineConfig, SchedulerConfig
+from ..options.config import EngineConfig
+from ..options.scheduler_config import SchedulerConfig
 from ..options.speculation import Speculation
 from ..parallel.pipeline import WHOLE, Stage
 from .card import Card
 from .host_memory import GIB, gib
+from .machine import Machine
 from .memory import LOGIT_COPIES, MemoryPlan
-from .settings import Machine, Settings, choose_dtype, resolve
+from .settings import Settings, choose_dtype, resolve
 from .shape import Weights, kept_weights, shape_of
 from .state_slots import StateSlots, divide_cache
 from .step_model import Costs, StepModel

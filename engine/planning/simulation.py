@@ -11,7 +11,7 @@ from typing import Protocol
 
 from ..link.plan import StepPlan, StepResult
 from ..link.sampling_params import SamplingParams
-from ..options.config import SchedulerConfig
+from ..options.scheduler_config import SchedulerConfig
 from ..schedule.request import Request
 from ..schedule.scheduler import Scheduler
 

@@ -12,7 +12,8 @@ from ..cache.states import CHUNK
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..families.layer_spec import DeltaSpec
-from ..options.config import EngineConfig, SchedulerConfig
+from ..options.config import EngineConfig
+from ..options.scheduler_config import SchedulerConfig
 from .host_memory import gib
 
 RUNNING_SHARE = 1 / 3  # of the cache, that running requests' states take at most where their number was left open

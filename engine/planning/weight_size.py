@@ -20,7 +20,7 @@ from ..quant.online import OnlineScheme
 from ..speculation.loading import Draft
 from ..weights.loader import count_ordered_experts, count_parameters
 from .host_memory import available_bytes, gib, machine_bytes
-from .settings import Machine
+from .machine import Machine
 
 LARGEST_SHARE = 0.97  # of a card: its context and libraries need the rest
 HELPERS = 5 << 30  # bytes of a card that our own processes may have, which compile kernels and end

@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import require
 from ..link.media import MediaItem
 from ..link.plan import AxisPositions, Embed, Encode, LastSeen
-from ..options.config import SchedulerConfig
+from ..options.scheduler_config import SchedulerConfig
 from ..vision.positions import axis_positions, merged
 from .request import Request
 

@@ -11,7 +11,7 @@ from itertools import cycle, groupby
 from ..cache.kv_layout import longest_request
 from ..errors import require
 from ..link.media import MediaItem
-from ..options.config import SchedulerConfig
+from ..options.scheduler_config import SchedulerConfig
 from .block_pool import NULL_BLOCK, BlockPool
 from .encoder_cache import EncoderCache, media_keys, pictures_of
 from .kv_events import KVEvents

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from ..cache.kv_layout import blocks_held
-from ..options.config import SchedulerConfig
+from ..options.scheduler_config import SchedulerConfig
 from .block_pool import NULL_BLOCK, BlockPool
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 
 from ..adapters.book import AdapterBook
-from ..options.config import SchedulerConfig
+from ..options.scheduler_config import SchedulerConfig
 from .kv_cache import KVCacheManager
 from .prompt_results import PromptResults
 from .request import Request, Status

@@ -11,7 +11,7 @@ from ..adapters.book import AdapterBook
 from ..errors import ConfigError, require
 from ..link.messages import EngineStats, RequestOutput
 from ..link.plan import NOT_FINITE, NOTHING_ALLOWED, StepPlan, StepResult, TokenLogprobs
-from ..options.config import SchedulerConfig
+from ..options.scheduler_config import SchedulerConfig
 from .kv_cache import KVCacheManager
 from .planner import Planner
 from .prompt_results import PromptResults

@@ -7,7 +7,7 @@ from math import sqrt
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from ..options.config import SchedulerConfig
+from ..options.scheduler_config import SchedulerConfig
 from .kv_cache import KVCacheManager
 from .request import Request
 

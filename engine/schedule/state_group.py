@@ -20,7 +20,7 @@ from typing import Any
 
 from ..errors import require
 from ..link.plan import StateExport
-from ..options.config import SchedulerConfig
+from ..options.scheduler_config import SchedulerConfig
 from .block_pool import NULL_BLOCK, BlockPool
 from .request import Request
 from .roster import row_of

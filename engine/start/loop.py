@@ -34,7 +34,7 @@ from ..link.messages import (
     WatchSteps,
 )
 from ..link.plan import ADAPTER_UNUSABLE, StepResult
-from ..options.config import SchedulerConfig
+from ..options.scheduler_config import SchedulerConfig
 from ..schedule.kv_events import KVEvents, Publisher
 from ..schedule.pacing import Kind, Pacer
 from ..schedule.scheduler import Scheduler

@@ -28,8 +28,9 @@ from ..parallel.group import LOCAL, TIMEOUT, Group, gather
 from ..parallel.join import Rendezvous
 from ..parallel.pipeline import WHOLE, Stage, form_ring
 from ..planning.host_memory import MACHINE, available_bytes, is_out_of_memory, machine_bytes, out_of_memory
+from ..planning.machine import Machine
 from ..planning.memory import WORST_SAMPLING, check_rows, plan_encoder, plan_memory, weight_bytes
-from ..planning.settings import Fitted, Machine, Settings, resolve, step_limits
+from ..planning.settings import Fitted, Settings, resolve, step_limits
 from ..planning.weight_size import check_weights, draft_bytes
 from ..quant.matrix import has_kernels
 from ..ranks.agreement import check_equal, eager_across_hosts, find_rendezvous, meet, union, wait_for_ranks

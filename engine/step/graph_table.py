@@ -72,6 +72,13 @@ def padded_logits(num_sampled: int, num_rows: int) -> int:
     return min(rounded, num_rows)
 
 
+def logit_counts(shapes: Sequence[Shape], max_num_seqs: int, depths: Sequence[tuple[int, int]]) -> set[int]:
+    """Of how many rows logits are computed behind graphs of these shapes."""
+    rows = {shape.samples for shape in shapes}
+    most_sampled = max(max_num_seqs, *(count * (1 + drafts) + BESIDE_DRAFTS for count, drafts in depths), 0)
+    return {padded_logits(n, most) for most in rows for n in range(1, min(most, most_sampled) + 1)}
+
+
 def most_drafting_rows(depths: Sequence[tuple[int, int]]) -> int:
     """Requests, padding included, of the largest step behind which a model drafts."""
     most = max((count for count, _ in depths), default=0)

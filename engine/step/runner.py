@@ -21,12 +21,11 @@ from ..link.plan import StepPlan, StepResult
 from ..link.sampling_params import SamplingParams
 from ..models.model import Model
 from ..options.speculation import NO_DRAFTS, Speculation
-from ..schedule.planner import BESIDE_DRAFTS
 from ..speculation.drafter import Always, Drafter, NgramDrafter, thresholds
 from ..speculation.model_drafter import ModelDrafter
 from .compilations import LateCompilations, dummy_plan
 from .device_cache import DeviceCache
-from .graph_table import GraphTable, most_drafting_rows, padded_logits
+from .graph_table import GraphTable, logit_counts, most_drafting_rows, padded_logits
 from .graphs import StepGraphs
 from .mask import TokenMask
 from .prompt_results import Pooler, PromptScorer
@@ -37,8 +36,6 @@ from .seeing import Seeing
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-
-EXPERT_SECONDS = 1.0  # between two looks at the load of experts
 
 
 class ModelRunner:
@@ -90,7 +87,7 @@ class ModelRunner:
         ring = stage.ring is not None
         drafts, width = self.drafter is not None, model.config.hidden_size
         self.relay = Relay(stage, width, model.place.dtype, device, drafts) if ring else None
-        self._counter, self._experts_read = ExpertCounter(), 0.0
+        self._counter = ExpertCounter()
         self.make_rows(max_model_len)
 
     @property
@@ -220,7 +217,7 @@ class ModelRunner:
             outputs.append(pooled.vectors)
         outputs += samples.logprobs or ()
         outputs += scores.tensors if scores is not None else ()
-        load, counter = self._expert_load(), self._counter
+        load, counter = self._counter.due(getattr(self.model, "expert_load", None)), self._counter
         unseen = {} if self.seeing is None else self.seeing.take_unseen()
         of_step = plan, samples, drafts, scores, pooled, step.started
         if self.copy_stream is None:
@@ -235,14 +232,6 @@ class ModelRunner:
             copied = torch.cuda.Event(blocking=True)
             copied.record(self.copy_stream)
         return Pending(*of_step, host, (step.event, end, copied), outputs, experts, counter, unseen)
-
-    def _expert_load(self) -> Tensor | None:
-        """Where it is time to read it."""
-        load: ExpertLoad | None = getattr(self.model, "expert_load", None)
-        if load is None or time.monotonic() - self._experts_read < EXPERT_SECONDS:
-            return None
-        self._experts_read = time.monotonic()
-        return load.counts
 
     @torch.inference_mode()
     def follow(
@@ -354,13 +343,13 @@ class ModelRunner:
         for one in every:
             one.builder = self.builder
             one.capture(pool)
-        rows = {shape.samples for shape in graphs.shapes()}
-        drafted = (count * (1 + drafts) + BESIDE_DRAFTS for count, drafts in self.draft_depths)
-        most_sampled = max(self.max_num_seqs, *drafted, 0)
-        hidden = torch.zeros(max(rows), self.model.config.hidden_size, dtype=self.model.place.dtype, device=self.device)
-        for count in {padded_logits(n, most) for most in rows for n in range(1, min(most, most_sampled) + 1)}:
-            if self.is_last:
-                self.model.logits(hidden[:count])
+        counts = logit_counts(graphs.shapes(), self.max_num_seqs, self.draft_depths) if self.is_last else set()
+        place = self.model.place
+        hidden = torch.zeros(
+            max(counts, default=0), self.model.config.hidden_size, dtype=place.dtype, device=place.device
+        )
+        for count in counts:
+            self.model.logits(hidden[:count])
         self.graphs = graphs
         taken = (before - torch.cuda.mem_get_info()[0]) / 2**30
         logger.info("%d CUDA graphs took %.2f GiB", sum(len(one.shapes()) for one in every), taken)
@@ -380,7 +369,7 @@ class ModelRunner:
         load: ExpertLoad | None = getattr(self.model, "expert_load", None)
         if load is not None:
             load.clear()
-            self._counter, self._experts_read = ExpertCounter(), 0.0
+            self._counter = ExpertCounter()
 
     def dummy_step(
         self, num_seqs: int, num_tokens: int, sampling: SamplingParams, num_drafts: int = 0, adapted: bool = False

@@ -78,8 +78,9 @@ def _fit(
     from ...engine.families.layer_spec import MoESpec
     from ...engine.files.checkpoint import checkpoint_bytes
     from ...engine.planning.memory import CPU_CACHE_BYTES
-    from ...engine.planning.settings import choose_dtype, choose_max_model_len, default_limits
+    from ...engine.planning.settings import choose_dtype, choose_max_model_len
     from ...engine.planning.state_slots import choose_state_dtype, state_dtype
+    from ...engine.planning.step_sizes import default_limits
     from ...engine.planning.weight_size import orders_experts, smaller_weights, weight_size
     from ...engine.weights.loader import check_files, count_parameters
 

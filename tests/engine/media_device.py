@@ -13,7 +13,7 @@ import numpy as np
 from vserve.engine.link.media import MediaItem
 from vserve.engine.link.messages import RequestOutput
 from vserve.engine.link.plan import Encode, NewRow, StepPlan, StepResult
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.request import Request
 from vserve.engine.step.mask import TokenMask
 from vserve.engine.vision.positions import axis_positions, rope_delta

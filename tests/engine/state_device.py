@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from math import lcm
 
 from vserve.engine.link.plan import NewRow, StateExport, StepPlan
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 
 from .test_scheduler_properties import GARBAGE, Device, Row, Simulation, most_held, next_state
 

@@ -16,7 +16,7 @@ from vserve.engine.adapters.loading import AdapterLoading
 from vserve.engine.link.messages import LoadAdapter, RequestOutput
 from vserve.engine.link.plan import StepPlan, StepResult
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler
 from vserve.engine.schedule.sharing import Sharing

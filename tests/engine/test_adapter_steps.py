@@ -18,7 +18,8 @@ from vserve.engine.adapters.layout import AdapterStore
 from vserve.engine.link.messages import AddRequest, LoadAdapter
 from vserve.engine.link.plan import StepPlan
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.kv_events import BlockStored
 from vserve.engine.schedule.scheduler import Scheduler
 from vserve.engine.start import process

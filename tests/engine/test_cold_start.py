@@ -23,7 +23,7 @@ from vserve.engine.files import prefetch
 from vserve.engine.files.prefetch import Prefetch
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.speculation import read_speculation
-from vserve.engine.planning.settings import Machine
+from vserve.engine.planning.machine import Machine
 from vserve.engine.speculation.loading import Draft
 from vserve.engine.start import precompile, rank, warm_steps
 from vserve.engine.start.precompile import Precompile

@@ -11,7 +11,7 @@ import torch
 from vserve.engine.cache.rows import RowTables, Upload
 from vserve.engine.link.plan import NewRow, StepPlan, StepResult
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.options.speculation import Speculation, read_speculation
 from vserve.engine.schedule.request import Request, Status
 from vserve.engine.schedule.scheduler import Scheduler

@@ -16,7 +16,8 @@ from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.speculation import read_speculation
-from vserve.engine.planning.settings import Machine, resolve
+from vserve.engine.planning.machine import Machine
+from vserve.engine.planning.settings import resolve
 from vserve.engine.speculation.loading import find_draft, load_drafter
 from vserve.engine.weights.loader import load_model
 

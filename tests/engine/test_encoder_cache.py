@@ -11,7 +11,7 @@ from vserve.engine.families.layer_spec import AttentionSpec, LayerSpec, MLPSpec
 from vserve.engine.families.vision_spec import BlockSpec
 from vserve.engine.link.media import MediaItem
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.planning.settings import pictures
 from vserve.engine.schedule.encoder_cache import PATCHES_BESIDE_DECODES, STEP_PATCHES, EncoderCache
 from vserve.engine.schedule.kv_cache import KVCacheManager

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
+from vserve.engine.layers import routing
 from vserve.engine.layers.routing import WINDOW, ExpertCounter, ExpertLoad
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.step import runner
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -17,7 +17,7 @@ def test_every_token_is_counted_once(
     mixture_engine: Any, overlap: Any, monkeypatch: pytest.MonkeyPatch, depth: int
 ) -> None:
     """In the one mixture that is not the last layer; warm-up is not counted."""
-    monkeypatch.setattr(runner, "EXPERT_SECONDS", 0.0)
+    monkeypatch.setattr(routing, "EXPERT_SECONDS", 0.0)
     if depth > 1:
         overlap(depth)
     sampling = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)

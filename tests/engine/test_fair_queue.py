@@ -11,7 +11,7 @@ import pytest
 from vserve.engine.link.messages import RequestOutput
 from vserve.engine.link.plan import StepResult
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.fair_queue import Entry, FairQueue
 from vserve.engine.schedule.request import LIKELY_ANSWER, Request
 from vserve.engine.schedule.scheduler import Scheduler

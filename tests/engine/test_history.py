@@ -16,7 +16,7 @@ from vserve.engine.cache.rows import RowTables
 from vserve.engine.families.layer_spec import KVSpec
 from vserve.engine.link.messages import unpack_tokens
 from vserve.engine.link.plan import StepPlan, StepResult
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.parallel.group import ALONE
 from vserve.engine.parallel.pipeline import Ring, Stage
 from vserve.engine.step.mask import TokenMask

@@ -18,7 +18,8 @@ from vserve.engine.link.connection import LENGTH, MAX_FRAME, Connection
 from vserve.engine.link.messages import AbortRequests, AddRequest, FromEngine, Shutdown, ToEngine, pack_tokens
 from vserve.engine.link.plan import StepPlan, StepResult
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.start.loop import EngineLoop
 from vserve.server.client.engine_client import EngineClient
 

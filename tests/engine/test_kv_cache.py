@@ -9,7 +9,7 @@ import struct
 import pytest
 
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.kv_cache import KVCacheManager
 from vserve.engine.schedule.request import Request
 

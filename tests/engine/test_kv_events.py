@@ -16,8 +16,9 @@ import pytest
 
 from vserve.engine.errors import ConfigError
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.options.config import EngineConfig
 from vserve.engine.options.kv_events_settings import DEFAULTS, of_rank, settings
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule import kv_events
 from vserve.engine.schedule.kv_cache import KVCacheManager
 from vserve.engine.schedule.kv_events import (

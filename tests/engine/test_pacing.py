@@ -11,7 +11,7 @@ import pytest
 from vserve.engine.link.messages import AddRequest, Shutdown, pack_tokens
 from vserve.engine.link.plan import StepPlan, StepResult
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.pacing import HOST_FACTOR, RELATIVE_SAFETY, SAFETY, Pacer
 from vserve.engine.start.loop import EngineLoop
 

@@ -12,7 +12,7 @@ import torch
 from vserve.engine.cache.rows import RowTables
 from vserve.engine.link.plan import NOT_FINITE, NewRow, StepPlan, StepResult
 from vserve.engine.link.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler
 from vserve.engine.step.prompt_results import Pooler

@@ -15,8 +15,8 @@ import pytest
 from vserve.engine.link.messages import RequestOutput, unpack_tokens
 from vserve.engine.link.plan import BlockWrite, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
-from vserve.engine.planning.settings import large_mixed_tokens
+from vserve.engine.options.scheduler_config import SchedulerConfig
+from vserve.engine.planning.step_sizes import large_mixed_tokens
 from vserve.engine.schedule.planner import FEW_DECODES
 from vserve.engine.schedule.request import FinishReason, Request, Status
 from vserve.engine.schedule.roster import FairQueue

@@ -37,7 +37,7 @@ from vserve.engine.link.media import MediaItem
 from vserve.engine.link.messages import RequestOutput, unpack_tokens
 from vserve.engine.link.plan import NewRow, StepPlan, StepResult, TokenLogprobs
 from vserve.engine.link.sampling_params import CLS, LAST, MEAN, POOLINGS, Pooling, SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.request import Request, Status
 from vserve.engine.schedule.scheduler import Scheduler
 from vserve.engine.schedule.sharing import Depth

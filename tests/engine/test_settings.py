@@ -13,9 +13,11 @@ from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.errors import ConfigError
 from vserve.engine.families.layer_spec import KVSpec
-from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
+from vserve.engine.planning.machine import Machine
 from vserve.engine.planning.memory import MemoryPlan
-from vserve.engine.planning.settings import Machine, Settings, resolve, step_limits
+from vserve.engine.planning.settings import Settings, resolve, step_limits
 from vserve.engine.start.rank import most_tokens
 from vserve.engine.step.graph_table import GraphTable
 from vserve.kernels.linear import linear_hopper

@@ -19,7 +19,7 @@ from vserve.engine.options import cgroup
 from vserve.engine.options.config import EngineConfig
 from vserve.engine.planning import host_memory, weight_size
 from vserve.engine.planning.host_memory import is_out_of_memory, killed
-from vserve.engine.planning.settings import Machine
+from vserve.engine.planning.machine import Machine
 from vserve.engine.planning.weight_size import check_weights
 from vserve.engine.quant.online import OnlineScheme
 from vserve.engine.quant.scheme import make_scheme
@@ -275,7 +275,9 @@ def test_on_a_card_the_share_and_the_graphs_are_named(tiny_model: Any, monkeypat
     monkeypatch.setattr(rank, "load_model", lambda *_, **options: options["admit"](10**9, 0) or model)
     monkeypatch.setattr(rank, "describe", lambda model: {})
     monkeypatch.setattr(rank, "describe_experts", lambda model: {})
-    monkeypatch.setattr(rank, "ModelRunner", lambda model, **options: SimpleNamespace(device=torch.device("cuda")))
+    monkeypatch.setattr(
+        rank, "ModelRunner", lambda model, **options: SimpleNamespace(device=torch.device("cuda"), seeing=None)
+    )
     monkeypatch.setattr(rank, "take_memory", lambda *_: (_ for _ in ()).throw(ERRORS[0]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 2, 80 * GIB))
     monkeypatch.setattr("vserve.engine.planning.settings.even_rows", lambda device, rows: rows)

@@ -14,7 +14,7 @@ from vserve.engine.describe.divide import context_cost, stage_layers
 from vserve.engine.describe.reading import parse_model_config
 from vserve.engine.link.plan import StepPlan, StepResult
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.parallel.pipeline import Stage
 from vserve.engine.planning.card import CARDS
 from vserve.engine.planning.shape import kept_weights, shape_of

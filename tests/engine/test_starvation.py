@@ -8,7 +8,7 @@ import pytest
 
 from vserve.engine.link.plan import StepResult
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler
 

@@ -9,7 +9,7 @@ import pytest
 from vserve.engine.errors import ConfigError, InvariantError
 from vserve.engine.link.plan import StepPlan, StepResult
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler
 from vserve.engine.schedule.state_group import StateGroup

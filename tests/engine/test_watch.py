@@ -10,7 +10,8 @@ import pytest
 
 from vserve.engine.link.messages import HISTORY, StepRecord, StepReport, StepReports
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.kv_cache import KVCacheManager
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.step import Step

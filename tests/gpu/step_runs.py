@@ -21,7 +21,7 @@ from vserve.engine.cache.batch import WANTED, Batch, Shape
 from vserve.engine.cache.kv_layout import GroupSpec, KVLayout
 from vserve.engine.link.plan import BlockWrite, NewRow, StepPlan
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.planning.settings import large_mixed_tokens
+from vserve.engine.planning.step_sizes import large_mixed_tokens
 from vserve.engine.quant.weights import Placement
 from vserve.engine.step.graph_table import LARGE_PREFILL_ROWS, MIXED_DECODE_ROWS
 from vserve.engine.step.graphs import StepGraph, StepGraphs

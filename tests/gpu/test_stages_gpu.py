@@ -14,7 +14,7 @@ from torch import Tensor
 from vserve.engine.describe.divide import stage_layers
 from vserve.engine.describe.reading import read_folder
 from vserve.engine.link.sampling_params import SamplingParams
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.parallel.pipeline import WHOLE, Stage
 from vserve.engine.schedule.request import Request
 from vserve.engine.schedule.scheduler import Scheduler

@@ -216,7 +216,9 @@ def test_experts_without_gates_are_not_said_to_shrink() -> None:
     config, half = parse_model_config(NANO_3), torch.bfloat16
     every = count_parameters(config)
     assert not list(smaller_weights(config, every, half, 2 * every, every * 3 // 2, on_card=True))
-    assert list(smaller_weights(config, every, half, 2 * every, 2 * every - 1, on_card=True))[0].startswith("add -q fp8")
+    assert list(smaller_weights(config, every, half, 2 * every, 2 * every - 1, on_card=True))[0].startswith(
+        "add -q fp8"
+    )
     stored = replace(config, quantization=OnlineScheme("int4"))
     assert not list(smaller_weights(stored, every, half, every // 2, every, on_card=True)), "no order is to blame"
     alone = replace(config, quantization=OnlineScheme("int8", experts_alone=True))

@@ -146,7 +146,10 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "gemma-3-27b": {"model_type": "gemma3", "eos_token_id": [1, 106], "torch_dtype": "bfloat16", "text_config":
         {"model_type": "gemma3_text", "hidden_size": 5376, "intermediate_size": 21504, "num_hidden_layers": 62,
          "num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 168,
-         "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}}},
+         "sliding_window": 1024, "rope_scaling": {"factor": 8.0, "rope_type": "linear"}},
+        "vision_config": {"model_type": "siglip_vision_model", "hidden_size": 1152, "image_size": 896,
+         "intermediate_size": 4304, "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14},
+        "mm_tokens_per_image": 256},
     "Phi-3-mini-4k": {"model_type": "phi3", "sliding_window": 2047, "original_max_position_embeddings": 4096,
         "num_key_value_heads": 32, "rope_scaling": None},
     "Phi-3-mini-128k": {"model_type": "phi3", "max_position_embeddings": 131072, "sliding_window": 262144,

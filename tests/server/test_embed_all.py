@@ -14,6 +14,11 @@ from vserve.engine.link.sampling_params import SamplingParams
 from vserve.server.client.mailbox import Mailbox
 from vserve.server.generation.choice import Prompt
 from vserve.server.offline.embed_all import embed_all, embedded
+from vserve.server.offline.patient import Call
+
+COUNTS: Any = SimpleNamespace(
+    generation_tokens=0, first_output=lambda *_: None, more_output=lambda *_: None, finished=lambda *_: None
+)
 
 
 class Engine:
@@ -53,7 +58,8 @@ def embed(engine: Engine, lengths: list[int], fails: int | None = None) -> list[
         prompts = [Prompt([i] * length, SamplingParams(max_tokens=1)) for i, length in enumerate(lengths)]
         progress: Any = SimpleNamespace(finished=lambda num_prompt, num_output: None)
         try:
-            outputs = await embed_all(engine, None, prompts, [*map(str, range(len(lengths)))], progress, embedded)  # type: ignore
+            call: Any = Call(engine, None, COUNTS, None)  # type: ignore[arg-type]
+            outputs = await embed_all(call, prompts, [*map(str, range(len(lengths)))], progress, embedded)
         finally:
             running.cancel()
         return [output.outputs.embedding[0] for output in outputs]

@@ -24,7 +24,7 @@ import vserve
 from vserve import LLM, LoRARequest, PoolingParams, SamplingParams, StructuredOutputsParams
 from vserve.engine.errors import ConfigError
 from vserve.engine.link.messages import RequestOutput
-from vserve.engine.options.config import SchedulerConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.server.offline.llm import BACKLOG_STEPS
 from vserve.server.offline.sampling_params import RepetitionDetectionParams
 

@@ -16,7 +16,8 @@ import pytest
 
 from vserve.engine.link.connection import Connection
 from vserve.engine.link.messages import FromEngine, ToEngine
-from vserve.engine.options.config import EngineConfig, SchedulerConfig
+from vserve.engine.options.config import EngineConfig
+from vserve.engine.options.scheduler_config import SchedulerConfig
 from vserve.engine.schedule.scheduler import Scheduler
 from vserve.engine.start.arrivals import Arrivals
 from vserve.server.client.engine_client import EngineClient
