@@ -1,7 +1,8 @@
 """Mamba-2 (Dao and Gu, arXiv 2405.21060) over states of rows: the public function and its twin.
 
 Of each head, with step Δ = clamp(softplus(dt + dt_bias)), decay α = exp(-exp(A_log) · Δ), and B and C of the head's
-group: S ← α S + B (Δ x)ᵀ; y = Sᵀ C + D x. All of it in fp32.
+group: S ← α S + B (Δ x)ᵀ; y = Sᵀ C + D x. All of it in fp32, but for the factors
+of prompts' products on a GPU, which are rounded to the activations' dtype.
 
 A chunk of up to 64 tokens at once, with L the running sum of log α:
 y = exp(L) C S + lower(C Bᵀ ⊙ exp(Li - Lj)) Δ x + D x;
