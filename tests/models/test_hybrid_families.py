@@ -216,7 +216,7 @@ def test_experts_without_gates_are_not_said_to_shrink() -> None:
     config, half = parse_model_config(NANO_3), torch.bfloat16
     every = count_parameters(config)
     assert not list(smaller_weights(config, every, half, 2 * every, every * 3 // 2, on_card=True))
-    assert list(smaller_weights(config, every, half, 2 * every, 2 * every - 1, on_card=True))[0].startswith(
+    assert next(iter(smaller_weights(config, every, half, 2 * every, 2 * every - 1, on_card=True))).startswith(
         "add -q fp8"
     )
     stored = replace(config, quantization=OnlineScheme("int4"))
