@@ -156,15 +156,13 @@ def modules(model: Model) -> Iterator[tuple[str, WeightHolder, str]]:
         if not isinstance(holder, Experts):
             yield path, holder, part
             continue
-        if not holder.spec.gated:
-            continue  # kernels of adapters have gates
-        if part != STACKED:
+        if part != STACKED or not holder.spec.gated:
             yield path, holder, part
         else:
             for expert in range(holder.num_experts):
                 for name in PARTS:
                     yield f"{path}.{expert}{model.config.named(f'.{name}_proj')}", holder, f"{expert}.{name}"
-        if id(holder) not in seen and (layer := _LAYER.search(path)):
+        if holder.spec.gated and id(holder) not in seen and (layer := _LAYER.search(path)):
             seen.add(id(holder))
             for product in PRODUCTS:
                 yield _path_of_all(layer[1], product), holder, product

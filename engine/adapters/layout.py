@@ -19,14 +19,19 @@ from ..layers.linear import Linear, TowerLinear
 from ..link.turns import short_turns
 from ..models.model import Model
 from ..options.model_path import is_hub_name
-from ..quant.weights import LinearShape
+from ..quant.weights import LinearShape, WeightHolder
 from .adapter import WEIGHTS_FILE, Adapter, Pair, names_in_base
 from .experts import EXPERTS, PRODUCTS, makes_transposed, modules, path_of_all, product_of, put, shapes
 from .peft_files import CONFIG_FILE, AdapterError
 
 RANK_UNIT = 16  # the least that tensor cores multiply by
-HOLDERS = "products of attention, MLP and experts, the embedding and the head"
+HOLDERS = "products of attention, MLP and experts with gates, the embedding and the head"
 Holder = Linear | Embedding | Experts
+
+
+def _lacks_gates(holder: WeightHolder) -> bool:
+    """Whether it has experts that kernels of adapters, which have gates, do not compute."""
+    return isinstance(holder, Experts) and not holder.spec.gated
 
 
 def padded_rank(max_rank: int) -> int:
@@ -66,7 +71,7 @@ class SlotLayout:
         self.size = 0  # elements of a slot
         names: set[str] = set()
         for path, holder, part in modules(whole or model):
-            if not isinstance(holder, Holder) or isinstance(holder, TowerLinear):
+            if not isinstance(holder, Holder) or isinstance(holder, TowerLinear) or _lacks_gates(holder):
                 self.others.add(path)
                 continue
             names.add(name := EXPERTS if isinstance(holder, Experts) else path.rpartition(".")[2])

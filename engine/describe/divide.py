@@ -19,7 +19,6 @@ from ..families.layer_spec import (
     MoESpec,
     PairSpec,
     ScanSpec,
-    StateMixer,
     StateSpec,
 )
 from ..options.speculation import drafts_by_model
@@ -44,11 +43,12 @@ def check_divides(config: ModelConfig, size: int, expert_parallel: bool = False)
         _refuse(f"{config.architecture} reads texts both ways, which is not divided over ranks", size)
     if (why := fault(config, size, expert_parallel)) is None:
         return
-    possible = ", ".join(map(str, numbers)) if len(numbers := sizes(config, expert_parallel)) > 1 else ""
+    possible = sizes(config, expert_parallel)
+    remedy = "leave it out, or take" if possible == [1] else f"take one of {', '.join(map(str, possible))}, or"
+    stages = "; --pipeline-parallel-size deals out whole layers, to any number of ranks" if is_cut(config) else ""
     raise ModelError(
-        f"--tensor-parallel-size {size}: {why} cannot be divided over {size} ranks: take "
-        f"{f'one of {possible}, or ' if possible else ''}--data-parallel-size {size} for as many that each hold all of "
-        "the model; --pipeline-parallel-size deals out whole layers, to any number of ranks"
+        f"--tensor-parallel-size {size}: {why} cannot be divided over {size} ranks: {remedy} --data-parallel-size "
+        f"{size} for as many that each hold all of the model{stages}"
     )
 
 
@@ -142,9 +142,9 @@ def _faults(layer: LayerSpec, size: int, expert_parallel: bool) -> Iterator[str]
     elif isinstance(attention, DeltaSpec):
         if attention.num_key_heads % size:
             yield f"{attention.num_key_heads} heads of keys of a gated delta net"
-    elif isinstance(attention, StateMixer | PairSpec):
+    elif isinstance(attention, ConvSpec | ScanSpec | PairSpec):
         if size > 1:
-            yield "a recurrent state"
+            yield "a layer of short convolutions" if isinstance(attention, ConvSpec) else "a layer of Mamba-2"
     elif isinstance(attention, AttentionSpec):
         heads, keys = attention.num_heads, attention.num_kv_heads
         if heads % size or (keys % size and size % keys):
@@ -174,8 +174,6 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
         refuse(f"{config.architecture} is computed by transformers' code, which is not cut into stages", size)
     if not config.causal:
         refuse(f"{config.architecture} reads texts both ways, which is not cut into stages", size)
-    if any(isinstance(layer.mixer, ConvSpec | ScanSpec | PairSpec) for layer in config.layers):
-        refuse(f"{config.architecture} keeps recurrent states, and such a model is not cut into stages", size)
     if not is_cut(config):
         refuse(f"layers of {config.architecture} read what others keep, and are not cut into stages", size)
     num_layers = len(config.layers)
@@ -207,9 +205,18 @@ def check_stages(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> 
                 )
 
 
+def is_cut_into(config: ModelConfig, size: int) -> bool:
+    """Whether check_stages lets so many stages have the layers."""
+    try:
+        check_stages(config, size)
+    except ModelError:
+        return False
+    return True
+
+
 def is_cut(config: ModelConfig) -> bool:
     """Whether stages can have some of the layers each: those of our own that need nothing of others but the stream."""
-    whole = (layer.state or (layer.attention and layer.attention.kv.num_kv_heads) for layer in config.layers)
+    whole = (layer.attention is None or layer.attention.kv.num_kv_heads > 0 for layer in config.layers)
     alone = all(whole) and not any(layer.token_vector for layer in config.layers)
     return config.foreign is None and config.causal and alone
 
@@ -224,7 +231,7 @@ def refuse(reason: str, size: int) -> None:
 
 
 def stage_layers(config: ModelConfig, size: int, counts: Sequence[int] = ()) -> list[range]:
-    """The layers of each stage; `counts`: how many each has, where --stage-layers says it."""
+    """The layers of each stage; `counts`: how many each has, where --pipeline-layer-partition says it."""
     ends, found = 0, []
     for count in counts or split(config, size):
         found.append(range(ends, ends + count))
@@ -367,7 +374,7 @@ def more_stages(model: ModelConfig, now: int, weights: int, cache: int) -> tuple
     if not is_cut(model):
         return 0, 0.0, 0
     for count in range(now + 1, min(len(model.layers), MOST) + 1):
-        if (left := cache + weights - weights * now // count) > 0:
+        if (left := cache + weights - weights * now // count) > 0 and is_cut_into(model, count):
             return count, round(left / cache * count / now, 1) if cache > 0 else 0.0, left
     return 0, 0.0, 0
 

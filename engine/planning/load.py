@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ..describe.divide import sizes
+from ..describe.divide import is_cut_into, sizes
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..options.config import EngineConfig
@@ -212,12 +212,12 @@ def divisions(model: ModelConfig, config: EngineConfig) -> list[EngineConfig]:
     """The same on one card, and divided in each way that the model can be over the cards of one host: the fewest cards
     first, then the fewest stages."""
     whole = dataclasses.replace(config, tensor_parallel_size=1, pipeline_parallel_size=1)
-    stages = len(model.layers) if model.foreign is None else 1
+    stages = [count for count in range(1, HOST_CARDS + 1) if is_cut_into(model, count)]
     pairs = [
         (ranks, count)
         for ranks in sizes(model, config.enable_expert_parallel)
-        for count in range(1, min(stages, HOST_CARDS // ranks) + 1)
-        if ranks <= HOST_CARDS
+        for count in stages
+        if ranks * count <= HOST_CARDS
     ]
     return [
         dataclasses.replace(whole, tensor_parallel_size=ranks, pipeline_parallel_size=count)

@@ -7,9 +7,11 @@ from math import lcm
 
 import torch
 
+from ...kernels.state.scan_decode import has_tiles
 from ..cache.states import CHUNK
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
+from ..families.layer_spec import DeltaSpec
 from ..options.config import EngineConfig
 from ..options.scheduler_config import SchedulerConfig
 from .host_memory import gib
@@ -107,11 +109,16 @@ def seqs_beside_chunk(config: EngineConfig, tokens: int, seqs: int) -> int:
 
 def check_state_heads(model: ModelConfig) -> None:
     """Raises ConfigError where a GPU's kernels have no tiles for a head's matrix."""
-    for spec in model.state_specs():
-        if spec.elements and any(size < 16 or size & (size - 1) for size in (spec.rows, spec.columns)):
+    for layer in model.layers:
+        if (spec := layer.state) is None or not spec.elements:
+            continue
+        taken, wanted = has_tiles(spec.rows, spec.columns), "a power of two, and a multiple of 16"
+        if isinstance(layer.mixer, DeltaSpec):
+            taken, wanted = taken and not spec.columns & (spec.columns - 1), "powers of two"
+        if not taken:
             raise ConfigError(
                 f"{model.architecture} has recurrent states of {spec.rows} x {spec.columns} a head, and on a GPU "
-                "powers of two of at least 16 are computed: add --device cpu"
+                f"{wanted} of at least 16 are computed: add --device cpu"
             )
 
 

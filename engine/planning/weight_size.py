@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 from math import prod
 
 import torch
 
-from ..describe.divide import MOST, is_cut, sizes
+from ..describe.divide import MOST, is_cut, is_cut_into, sizes
 from ..describe.model_config import ModelConfig
 from ..errors import ConfigError
 from ..families.layer_spec import MoESpec
@@ -35,6 +36,8 @@ def weight_size(config: ModelConfig, parameters: int, dtype: torch.dtype, stored
     online = config.quantization if isinstance(config.quantization, OnlineScheme) else None
     bytes_each = online.bytes_each if online else stored / parameters
     if online and online.experts_alone:
+        if _without_gates(config):
+            return parameters * dtype.itemsize
         experts = _experts(config)
         return int(experts * bytes_each + (parameters - experts) * dtype.itemsize)
     size = _with_codes(config, parameters, dtype, bytes_each)
@@ -125,7 +128,7 @@ def _stages(config: EngineConfig, model: ModelConfig, size: int, room: int) -> I
     now = config.pipeline_parallel_size
     if is_cut(model) and not drafts_by_model(config.speculative_config):
         for count in range(now + 1, min(len(model.layers), MOST) + 1):
-            if (each := size * now // count) <= room * EVEN:
+            if (each := size * now // count) <= room * EVEN and is_cut_into(model, count):
                 yield f"set --pipeline-parallel-size {count} (about {gib(each)} a card)"
                 return
 
@@ -134,7 +137,8 @@ def smaller_weights(
     model: ModelConfig, parameters: int, dtype: torch.dtype, stored: int, room: int, on_card: bool
 ) -> Iterable[str]:
     """The ways to store them that fit `room` bytes. `stored`: bytes in the checkpoint."""
-    if orders_experts(model, on_card) and _with_codes(model, parameters, dtype, stored / parameters) <= room:
+    ordered = orders_experts(model, on_card) and not _without_gates(model)
+    if ordered and _with_codes(model, parameters, dtype, stored / parameters) <= room:
         yield (
             "take a checkpoint without desc_act (actorder group): with it, on a GPU experts are kept as numbers of "
             f"{8 * dtype.itemsize} bits"
@@ -145,7 +149,7 @@ def smaller_weights(
         yield f"add --dtype bfloat16 ({gib(parameters * 2)})"
     if not on_card or dtype.itemsize == 2:
         for kind in ("fp8" if on_card else "int8", "int4"):
-            size = _with_codes(model, parameters, dtype, OnlineScheme(kind).bytes_each)
+            size = weight_size(replace(model, quantization=OnlineScheme(kind)), parameters, dtype, stored, on_card)
             if size <= room:
                 yield f"add -q {kind} ({gib(size)})"
 

@@ -246,8 +246,8 @@ def check_has_layer(folder: Path, headers: Mapping[str, TensorInfo], target: Mod
     names = target.drafting
     if names is None:
         raise ModelError(
-            f"{target.architecture} has no layers for multi-token prediction, or config.json names none "
-            "(num_nextn_predict_layers): use another method"
+            f"{target.architecture} has no layers for multi-token prediction that are computed here, or config.json "
+            "names none (num_nextn_predict_layers): use another method"
         )
     if (join := f"{target.named(names.prefix + names.join)}.weight") not in headers:
         raise ModelError(

@@ -1,7 +1,8 @@
 """Mamba-2 (Dao and Gu, arXiv 2405.21060) over states of rows: the public function and its twin.
 
 Of each head, with step Δ = clamp(softplus(dt + dt_bias)), decay α = exp(-exp(A_log) · Δ), and B and C of the head's
-group: S ← α S + B (Δ x)ᵀ; y = Sᵀ C + D x. All of it in fp32.
+group: S ← α S + B (Δ x)ᵀ; y = Sᵀ C + D x. All of it in fp32, but for the factors
+of prompts' products on a GPU, which are rounded to the activations' dtype.
 
 A chunk of up to 64 tokens at once, with L the running sum of log α:
 y = exp(L) C S + lower(C Bᵀ ⊙ exp(Li - Lj)) Δ x + D x;
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .delta_parts import CHUNK
-from .scan_decode import ScanWeights, scan_decode
+from .scan_decode import ScanWeights, has_tiles, scan_decode
 from .scan_pass import scan_prompts
 from .short_conv import convolve, past_inputs, write_ring_torch, write_ring_triton
 from .step import StateStep
@@ -39,10 +40,10 @@ def scan_triton(
     """One launch for decodes, which write their rings themselves, and three for prompts. Raises ValueError for sizes
     that the kernels have no tiles for."""
     heads, rows, columns = state.shape[1:]
-    if any(size < 16 or size & (size - 1) for size in (rows, columns)):
+    if not has_tiles(rows, columns):
         raise ValueError(
-            f"heads of {rows} x {columns}: on a GPU, Mamba-2 needs powers of two of at least 16; serve the model on "
-            "the CPU"
+            f"heads of {rows} x {columns}: on a GPU, Mamba-2 needs a power of two of at least 16, and a multiple of 16 "
+            "channels; serve the model on the CPU"
         )
     out = torch.empty(len(raw), heads, columns, dtype=raw.dtype, device=raw.device)
     scan_decode(raw, dt, weights, ring, state, step, num_groups, out)

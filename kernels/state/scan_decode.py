@@ -34,6 +34,17 @@ class ScanWeights:
     limits: tuple[float, float] = (0.0, float("inf"))
 
 
+def has_tiles(rows: int, columns: int) -> bool:
+    """Whether a program can have some columns of a head's state [rows, columns], which Triton wants to be powers of
+    two, and products of prompts at least 16 of."""
+    return rows >= 16 and not rows & (rows - 1) and columns > 0 and not columns % 16
+
+
+def widest_tile(columns: int, most: int) -> int:
+    """Columns of a program: a power of two that divides all of them, as is `most`."""
+    return min(columns & -columns, most)
+
+
 def scan_decode(
     raw: Tensor, dt: Tensor, weights: ScanWeights, ring: Tensor, state: Tensor, step: StateStep, num_groups: int,
     out: Tensor,
@@ -44,7 +55,7 @@ def scan_decode(
         return
     _, heads, size, columns = state.shape
     numbers = NUMBERS[state.element_size()] if step.decode_query_len == 1 else NARROW
-    block = min(columns, max(8, numbers // size))
+    block = widest_tile(columns, max(8, numbers // size))
     conv, bias = weights.conv, weights.conv_bias
     _scan_decode_kernel[(columns // block, heads, rows)](
         raw, dt, conv, conv if bias is None else bias, weights.A_log, weights.D, weights.dt_bias, ring, state, out,

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .delta_parts import CHUNK, softplus
-from .scan_decode import ScanWeights, fold_pending
+from .scan_decode import ScanWeights, fold_pending, widest_tile
 from .short_conv import short_conv_triton
 from .step import StateStep
 
@@ -32,7 +32,7 @@ def scan_prompts(
     conv, bias = weights.conv, weights.conv_bias
     mixed = torch.empty(raw.shape, dtype=raw.dtype, device=raw.device)
     short_conv_triton(raw, conv, ring, step, bias, "silu", out=mixed)
-    block = min(columns, max(16, NUMBERS // size))
+    block = widest_tile(columns, max(16, NUMBERS // size))
     _pass_kernel[(columns // block, heads, step.num_rows)](
         mixed, dt, conv, conv if bias is None else bias, weights.A_log, weights.D, weights.dt_bias, ring, state, out,
         step.slots, step.start, step.state_len, step.fold_to, step.snap_at, step.snap_slot, step.query_start,

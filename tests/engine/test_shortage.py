@@ -275,7 +275,9 @@ def test_on_a_card_the_share_and_the_graphs_are_named(tiny_model: Any, monkeypat
     monkeypatch.setattr(rank, "load_model", lambda *_, **options: options["admit"](10**9, 0) or model)
     monkeypatch.setattr(rank, "describe", lambda model: {})
     monkeypatch.setattr(rank, "describe_experts", lambda model: {})
-    monkeypatch.setattr(rank, "ModelRunner", lambda model, **options: SimpleNamespace(device=torch.device("cuda"), seeing=None))
+    monkeypatch.setattr(
+        rank, "ModelRunner", lambda model, **options: SimpleNamespace(device=torch.device("cuda"), seeing=None)
+    )
     monkeypatch.setattr(rank, "take_memory", lambda *_: (_ for _ in ()).throw(ERRORS[0]))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (GIB // 2, 80 * GIB))
     monkeypatch.setattr("vserve.engine.planning.settings.even_rows", lambda device, rows: rows)

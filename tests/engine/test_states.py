@@ -159,9 +159,20 @@ def test_two_ranks_answer_as_one(engine_of_family) -> None:
     assert stats.num_state_restores == 3
 
 
-@pytest.mark.parametrize("drafts", [{}, {"speculative_config": '{"method": "ngram", "prompt_lookup_max": 1}'}])
-def test_two_stages_answer_as_one(tiny_model, engine, drafts: dict[str, Any]) -> None:
-    served = type(engine)(tiny_model("qwen3_5_text"))
+NGRAMS = {"speculative_config": '{"method": "ngram", "prompt_lookup_max": 1}'}
+TWICE: dict[str, Any] = {  # each half of the layers has both kinds
+    "lfm2": {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2},
+    "nemotron_h": {"layers_block_type": ["linear_attention", "moe", "full_attention"] * 2},
+}
+
+
+@pytest.mark.parametrize(
+    ("family", "drafts"),
+    [("qwen3_5_text", {}), ("qwen3_5_text", NGRAMS),
+     *(pytest.param(family, NGRAMS, marks=pytest.mark.slow) for family in ("lfm2", "falcon_h1", "nemotron_h"))],
+)  # fmt: skip
+def test_two_stages_answer_as_one(tiny_model, engine, family: str, drafts: dict[str, Any]) -> None:
+    served = type(engine)(tiny_model(family, **TWICE.get(family, {})))
     few = {"allowed_token_ids": (5, 6, 7)}  # so that texts repeat themselves
     batch = [(prompt, greedy(logprobs=1, **few)) for prompt in drawn(3, 90, 65, 130)]
     options = {"max_num_batched_tokens": 128, "max_num_seqs": 4, "max_model_len": 192}

@@ -80,11 +80,11 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID | EXPERTS,
     "qwen3_next": HYBRID | EXPERTS,
-    # Heads of Mamba-2 of 64, and of Falcon-H1 of 128 x 256.
+    # Heads of Mamba-2 of 64, of Falcon-H1 of 128 x 256, and of Nemotron Nano 2 of 80.
     "granitemoehybrid": MAMBA | EXPERTS,
     "bamba": MAMBA,
     "falcon_h1": dict(mamba_n_heads=8, mamba_d_head=128, mamba_d_state=256, mamba_d_ssm=1024),
-    "nemotron_h": dict(mamba_num_heads=16, mamba_head_dim=64, ssm_state_size=128) | EXPERTS,
+    "nemotron_h": dict(mamba_num_heads=16, mamba_head_dim=80, ssm_state_size=128) | EXPERTS,
     "lfm2": {},
     "lfm2_moe": EXPERTS,
     "ministral3": GROWING,

@@ -25,13 +25,13 @@ def function(request: pytest.FixtureRequest) -> Callable[..., Tensor]:
 
 
 class Scan(Stepped):
-    raw_size, num_gates = HEADS * COLUMNS + 2 * GROUPS * ROWS, HEADS
-    out_shape, dtype = (HEADS, COLUMNS), torch.float32
+    num_gates, dtype = HEADS, torch.float32
 
     def __init__(
         self, rng: torch.Generator, device: str, drafts: int = 0, limits: tuple[float, float] = (0.0, float("inf")),
-        biased: bool = True,
+        biased: bool = True, columns: int = COLUMNS,
     ) -> None:  # fmt: skip
+        self.raw_size, self.out_shape = HEADS * columns + 2 * GROUPS * ROWS, (HEADS, columns)
         self.rng, self.device, self.drafts = rng, device, drafts
         vectors = torch.rand(3, HEADS, generator=rng).to(device)
         decays = (0.693 / torch.logspace(0, 4, HEADS, device=device)).log()
@@ -40,24 +40,24 @@ class Scan(Stepped):
         self.weights = ScanWeights(weight, bias, decays, vectors[0] - 0.5, vectors[1] + 0.5, limits)
         nan, ring = float("nan"), 1 << (WIDTH - 1 + 2 * (1 + drafts) - 1).bit_length()
         self.ring = torch.full((10, ring, self.raw_size + HEADS), nan, device=device)
-        self.state = torch.full((10, HEADS, ROWS, COLUMNS), nan, device=device)
+        self.state = torch.full((10, HEADS, ROWS, columns), nan, device=device)
 
     def call(self, function: Callable[..., Tensor], raw: Tensor, gates: Tensor, step: StateStep) -> Tensor:
         return function(raw, gates, self.weights, self.ring, self.state, step, GROUPS)
 
     def recurrence(self, one: Sequence) -> tuple[Tensor, Tensor]:
         """Outputs [n, H, P] and states [n, H, N, P] of what is computed, in fp64."""
-        count, weights = one.computed, self.weights
+        count, weights, columns = one.computed, self.weights, self.out_shape[1]
         raw, dt = one.raw[:count].double().cpu(), one.gates[:count].double().cpu()
         full = torch.cat((raw.new_zeros(WIDTH - 1, raw.shape[1]), raw))
         mixed = sum(full[tap : tap + count] * weights.conv.double().cpu()[:, tap] for tap in range(WIDTH))
         mixed = torch.nn.functional.silu(mixed + (0 if weights.conv_bias is None else weights.conv_bias.double().cpu()))
-        x, b, c = mixed.split((HEADS * COLUMNS, GROUPS * ROWS, GROUPS * ROWS), 1)
-        x = x.view(count, HEADS, COLUMNS)
+        x, b, c = mixed.split((HEADS * columns, GROUPS * ROWS, GROUPS * ROWS), 1)
+        x = x.view(count, HEADS, columns)
         b, c = (part.view(count, GROUPS, ROWS).repeat_interleave(HEADS // GROUPS, 1) for part in (b, c))
         delta = torch.nn.functional.softplus(dt + weights.dt_bias.double().cpu()).clamp(*weights.limits)
         decay = (-weights.A_log.double().cpu().exp() * delta).exp()
-        state, outputs, states = raw.new_zeros(HEADS, ROWS, COLUMNS), [], []
+        state, outputs, states = raw.new_zeros(HEADS, ROWS, columns), [], []
         for t in range(count):
             moved = delta[t][:, None] * x[t]
             state = state * decay[t][:, None, None] + b[t][:, :, None] * moved[:, None]
@@ -170,7 +170,22 @@ def test_group_norm(path: str, order: str, dtype: torch.dtype, device: str, rng:
     torch.testing.assert_close(found.double(), values, rtol=3 * eps, atol=4 * eps)
 
 
+def test_heads_that_are_no_power_of_two_wide(
+    function: Callable[..., Tensor], device: str, rng: torch.Generator
+) -> None:
+    """As the 80 channels of Nemotron Nano 2, of which a program has 16."""
+    layer = Scan(rng, device, columns=48)
+    one = layer.sequence(75, 1)
+    layer.run(function, [], [Piece(one, 70, True, 64, 2)])
+    layer.run(function, [one], [])
+    layer.run(function, [one], [])
+    layer.check(one)
+    restored = Sequence(one.raw, one.gates, 2, 64, 64)
+    layer.run(function, [], [Piece(restored, 6, True)])
+    layer.check(restored, 64)
+
+
 def test_sizes_without_tiles(device: str) -> None:
     empty = torch.empty(0, 4)
-    with pytest.raises(ValueError, match=r"heads of 16 x 24: .*powers of two"):
+    with pytest.raises(ValueError, match=r"heads of 16 x 24: .*a multiple of 16"):
         module.scan_triton(empty, empty, None, empty, torch.empty(1, 2, 16, 24), None, 1)  # type: ignore[arg-type]

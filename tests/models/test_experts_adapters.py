@@ -229,6 +229,15 @@ def summand(folder: Path, rank: int, size: int, whole: bool, x: Tensor, ids: Ten
     return found
 
 
+def test_experts_without_gates_have_none() -> None:
+    """Of which it is said that they can have none here, not that the adapter is of another base."""
+    spec = MoESpec(24, RoutingSpec(4, 2), activation="relu2", gated=False)
+    holder = Experts(spec, 64, Placement(torch.float32, torch.device("cpu"), SingleGroup(0, 1)))
+    names = holder.weight_map("model.layers.0.mixer.experts")
+    layout = SlotLayout(SimpleNamespace(weight_map=lambda: names), 16)  # type: ignore[arg-type]
+    assert layout.others == set(names) and not layout.holders and not layout.size
+
+
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("kind", ["single", "all"])
 def test_shares_of_ranks_are_the_whole(whole: bool, kind: str, tmp_path: Path) -> None:

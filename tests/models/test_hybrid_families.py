@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from vserve.engine.cache.states import StateLayout
-from vserve.engine.describe.divide import check_divides, check_stages
+from vserve.engine.describe.divide import check_divides, check_stages, more_stages
 from vserve.engine.describe.model_config import ModelConfig
 from vserve.engine.describe.reading import parse_model_config
 from vserve.engine.errors import ConfigError, ModelError
 from vserve.engine.families.layer_spec import AttentionSpec, ConvSpec, MLPSpec, MoESpec, PairSpec, ScanSpec
 from vserve.engine.options.config import EngineConfig
+from vserve.engine.planning.load import divisions
 from vserve.engine.planning.state_slots import check_state_heads, choose_state_dtype
+from vserve.engine.planning.weight_size import smaller_weights, weight_size
+from vserve.engine.quant.online import OnlineScheme
 from vserve.engine.weights.loader import count_parameters
 
 # Keys of config.json as they are published.
@@ -73,8 +78,6 @@ def slot_bytes(config: ModelConfig) -> int:
 
 
 def choose_dtype(config: ModelConfig) -> Any:
-    import torch
-
     return getattr(torch, choose_state_dtype(EngineConfig("x"), config))
 
 
@@ -133,6 +136,15 @@ def test_nemotron_3_nano() -> None:
     assert layers[1].mlp == MLPSpec(21504, activation="relu2", gated=False) and layers[3].attention.head_dim == 64
 
 
+def test_heads_of_nemotron_nano_2_have_tiles() -> None:
+    """Which are 80 channels wide."""
+    nano_2 = NANO_3 | {"hybrid_override_pattern": "M-M*-", "mamba_num_heads": 128, "mamba_head_dim": 80}
+    check_state_heads(parse_model_config(nano_2))
+    for keys in ({"mamba_head_dim": 72}, {"ssm_state_size": 80}):
+        with pytest.raises(ConfigError, match="a power of two, and a multiple of 16 of at least 16 are computed"):
+            check_state_heads(parse_model_config(nano_2 | keys))
+
+
 def test_falcon_h1_has_both_in_every_layer() -> None:
     config = parse_model_config(FALCON_7B)
     (layer,) = set(config.layers)
@@ -173,12 +185,44 @@ def test_configurations_that_are_refused(keys: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize("raw", [LFM2_1_2B, *MAMBA], ids=lambda raw: raw["model_type"])
-def test_they_are_neither_divided_nor_cut(raw: dict[str, Any]) -> None:
+def test_they_are_cut_and_not_divided(raw: dict[str, Any]) -> None:
     config = parse_model_config(raw)
-    with pytest.raises(ModelError, match=r"--tensor-parallel-size 2: .*take --data-parallel-size 2"):
+    layer = "a layer of (Mamba-2|short convolutions) cannot be divided over 2 ranks: leave it out"
+    with pytest.raises(ModelError, match=rf"--tensor-parallel-size 2: {layer}, or take --data-parallel-size 2 .*pipel"):
         check_divides(config, 2)
-    with pytest.raises(ModelError, match="keeps recurrent states, and such a model is not cut into stages"):
-        check_stages(config, 2)
+    check_stages(config, 2)
+
+
+def test_a_stage_needs_attention_and_a_state() -> None:
+    config = parse_model_config(NANO_3)
+    with pytest.raises(ModelError, match="stage 1 would have no layer with attention, and of such a model each needs"):
+        check_stages(config, 2, (5, 47))
+
+
+@pytest.mark.parametrize("raw", [LFM2_8B, *MAMBA], ids=lambda raw: raw["model_type"])
+def test_only_stages_that_can_be_are_named(raw: dict[str, Any]) -> None:
+    """By `vserve plan`, and where memory is short."""
+    config, asked = parse_model_config(raw), EngineConfig("x")
+    counts = [division.pipeline_parallel_size for division in divisions(config, asked)]
+    assert counts[:2] == [1, 2] and (8 in counts) == (raw is FALCON_7B)
+    for count in counts:
+        check_stages(config, count)
+    size, *_ = more_stages(config, 1, 100, -86)  # eight would have room
+    assert (size == 8) == (raw is FALCON_7B)
+    check_stages(config, size or 1)
+
+
+def test_experts_without_gates_are_not_said_to_shrink() -> None:
+    config, half = parse_model_config(NANO_3), torch.bfloat16
+    every = count_parameters(config)
+    assert not list(smaller_weights(config, every, half, 2 * every, every * 3 // 2, on_card=True))
+    assert next(iter(smaller_weights(config, every, half, 2 * every, 2 * every - 1, on_card=True))).startswith(
+        "add -q fp8"
+    )
+    stored = replace(config, quantization=OnlineScheme("int4"))
+    assert not list(smaller_weights(stored, every, half, every // 2, every, on_card=True)), "no order is to blame"
+    alone = replace(config, quantization=OnlineScheme("int8", experts_alone=True))
+    assert weight_size(alone, every, half, 0, on_card=True) == 2 * every
 
 
 def test_inputs_of_convolutions_have_the_type_of_activations() -> None:

@@ -38,6 +38,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "a dense layer, then experts": ("deepseek_v3", {"num_hidden_layers": 3}),
     "keys of two widths": ("mimo_v2_flash", {}),
     "chunks": ("llama4_text", {}),
+    "gated delta nets": ("qwen3_5_text", {}),
+    "short convolutions": ("lfm2_moe", {}),
+    "Mamba-2": ("granitemoehybrid", {}),
+    "Mamba-2 beside attention": ("falcon_h1", {"num_hidden_layers": 3}),
+    "layers of a mixer or an MLP": ("nemotron_h", {}),
     "scaled layers": ("gemma4_text", {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}),
 }
 
@@ -67,7 +72,7 @@ class Cut:
         return [layer for stage in self.stages for layer in stage.attention_layers()]
 
     def state_layers(self) -> list[Any]:
-        return []
+        return [layer for stage in self.stages for layer in stage.state_layers()]
 
     def logits(self, hidden: Tensor) -> Tensor:
         found: Tensor = self.stages[-1].logits(hidden)
