@@ -111,7 +111,9 @@ def test_a_conversation_with_calls_is_the_chat_s(thinking: Any) -> None:
 
 
 def test_zero_samples_from_all_whatever_the_model_s_default_is() -> None:
-    tops = [CohereChatRequest.model_validate({"messages": HI, **given}).chat().top_p for given in ({"p": 0}, {}, {"p": 0.5})]
+    tops = [
+        CohereChatRequest.model_validate({"messages": HI, **given}).chat().top_p for given in ({"p": 0}, {}, {"p": 0.5})
+    ]
     assert tops == [1.0, None, 0.5]
 
 

@@ -227,7 +227,9 @@ def test_conversations_keep_pictures(seeing: Seeing) -> None:
         assert answer.status_code == 200, answer.text
 
     post, blue = seeing.client.post, data_url(file_of(32, 32, "blue"))
-    id = post("/v1/conversations", {"items": [shown(data_url(file_of())), {"role": "user", "content": "old"}]}).json()["id"]
+    id = post("/v1/conversations", {"items": [shown(data_url(file_of())), {"role": "user", "content": "old"}]}).json()[
+        "id"
+    ]
     assert post(f"/v1/conversations/{id}/items", {"items": [shown(blue)]}).status_code == 200
     ask()
     assert seeing.colours == [RED, BLUE]
