@@ -134,8 +134,8 @@ export class MessageView {
     if (turn.role === "user") act("edit", "Edit", () => this._edit());
     if (turn.role === "assistant") {
       act("again", "Regenerate", () => actions.regenerate(turn));
-      if (isCutOff(turn) && this._conversation.head === turn.id) act("go-on", "Continue", () => actions.continue(turn));
       if (turn.asked) {
+        if (isCutOff(turn) && this._conversation.head === turn.id) act("go-on", "Continue", () => actions.continue(turn));
         copies("terminal", "Copy as curl", () => asCurl(requestBody(this._conversation, turn)));
         copies("braces", "Copy as Python", () => asPython(requestBody(this._conversation, turn)));
       }
