@@ -217,7 +217,7 @@ export class Chat {
       this._views.push(view);
       this._log.append(view.element);
     }
-    for (const view of this._views) view.showVersions();
+    for (const view of this._views) view.showPlace();
     if (!path.length) this._welcome();
     this._measure();
   }

@@ -253,13 +253,16 @@ def test_a_tool_by_form(demo_server: Any, open_page: Any, talk: Any) -> None:
     page.reload()
     call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
     stream = talk.event_stream({"tool_calls": [call]}, finish="tool_calls")
-    with talk.scripted(page, stream, says(talk, "Warm."), says(talk, "Hm.")) as bodies:
+    with talk.scripted(page, stream, says(talk, "Warm."), says(talk, "Hm."), stream, says(talk, "Well.")) as bodies:
         answer = talk.answered(page, "Weather?")
         answer.get_by_label("Result of get_weather").fill("30")
         answer.get_by_role("button", name="Send results").click()
         expect(page.locator("article.assistant").last.locator(".prose")).to_have_text("Warm.")
         page.get_by_role("checkbox", name="get_weather").uncheck()
         talk.answered(page, "And now?")
+        expect(talk.answered(page, "And there?").locator(".results")).to_be_visible()
+        talk.answered(page, "Never mind.")  # in the place of its results, which would come too late now
+        expect(page.locator(".results")).to_have_count(0)
     city = {"type": "string", "description": "its name"}
     assert bodies[0]["tools"] == [{"type": "function", "function": {
         "name": "get_weather", "description": "Weather of a city",
