@@ -43,7 +43,7 @@ async def create_conversation(request: Request) -> Response:
     body = await read_request(NewConversation, request)
     server = ServerState.of(request)
     id, created = f"conv_{new_id(request.headers.get(TAG_HEADER))}", int(time.time())
-    made = await work_on_body(request, lambda: conversation(id, created, body))
+    made = await work_on_body(request, lambda: conversation(id, created, body, server.sees(None)))
     check_ignored(request, body.ignored)
     if not server.config.response_store_size:
         raise bad_request("Conversations need a store: --response-store-size is 0.", None, "no_store")
@@ -90,11 +90,11 @@ async def list_items(request: Request, conversation_id: str) -> Response:
 async def add_items(request: Request, conversation_id: str) -> Response:
     """Adds to its end."""
     body = await read_request(NewItems, request)
-    messages, items = await work_on_body(request, body.read)
+    server = ServerState.of(request)
+    messages, items = await work_on_body(request, lambda: body.read(server.sees(None)))
     check_ignored(request, body.ignored)
     added = await work_on_body(request, lambda: Pieces.of(items))
-    store = ServerState.of(request).conversations
-    if not append(store, conversation_id, owner_of(request.scope), messages, added):
+    if not append(server.conversations, conversation_id, owner_of(request.scope), messages, added):
         raise _not_found(conversation_id)
     return _json(await work_on_body(request, lambda: listed(items)), body.ignored)
 
@@ -118,7 +118,8 @@ async def delete_item(request: Request, conversation_id: str, item_id: str) -> R
     server, owner = ServerState.of(request), owner_of(request.scope)
     while True:
         stored = found(request, conversation_id)
-        renewed = await server.tokenise(stored.items.num_bytes >> 2, partial(without, stored, item_id))
+        work = partial(without, stored, item_id, server.sees(None))
+        renewed = await server.tokenise(stored.items.num_bytes >> 2, work)
         if renewed is None:
             raise _no_item(conversation_id, item_id)
         if server.conversations.renew(conversation_id, owner, stored, renewed):

@@ -53,9 +53,12 @@ async def derender_chat(request: Request) -> Response:
     server, name = _server(request, body.model)
     given, state = body.given, body.state
     asked = body.chat_request or ChatRequest.model_validate({"messages": [{"role": "user", "content": "?"}]})
-    prompt, num_top = await work_on_body(
-        request, lambda: (_prompt(server, given, body.prompt_token_ids, state), _num_logprobs([given]))
-    )
+    prompt, num_top, size = await work_on_body(
+        request,
+        lambda: (
+            _prompt(server, given, body.prompt_token_ids, state), _num_logprobs([given]), _work([given], state)
+        ),
+    )  # fmt: skip
     if num_top is not None:
         asked.logprobs, asked.top_logprobs = True, max(num_top, asked.top_logprobs or 0)
     id, tokenizer = given.request_id or f"chatcmpl-{request.state.request_id}", server.model.tokenizer
@@ -81,7 +84,7 @@ async def derender_chat(request: Request) -> Response:
             }  # fmt: skip
             return json_answer(body.ignored, said)
 
-        return await server.tokenise(_work([given], state), answered)
+        return await server.tokenise(size, answered)
 
     return await watched(request, work())
 
@@ -93,12 +96,16 @@ async def derender_completions(request: Request) -> Response:
     server, name = _server(request, body.model)
     given, state = body.each_given, body.state
     asked = body.completion_request or CompletionRequest.model_validate({"prompt": [[0]]})
-    if (num_top := _num_logprobs(given)) is not None:
-        asked.logprobs = max(num_top, asked.logprobs or 0)
-    prompts = await work_on_body(
+    prompts, num_top, size = await work_on_body(
         request,
-        lambda: [_prompt(server, one, ids, state) for one, ids in zip(given, body.each_prompt, strict=True)],
+        lambda: (
+            [_prompt(server, one, ids, state) for one, ids in zip(given, body.each_prompt, strict=True)],
+            _num_logprobs(given),
+            _work(given, state),
+        ),
     )
+    if num_top is not None:
+        asked.logprobs = max(num_top, asked.logprobs or 0)
     id, tokenizer = given[0].request_id or f"cmpl-{request.state.request_id}", server.model.tokenizer
 
     def answered() -> Response:
@@ -116,7 +123,7 @@ async def derender_completions(request: Request) -> Response:
         usage = _usage(body.num_prompt_tokens or 0, _num_tokens(given))
         return json_answer(body.ignored, head | {"usage": usage} | _NOTHING)
 
-    return await watched(request, server.tokenise(_work(given, state), answered))
+    return await watched(request, server.tokenise(size, answered))
 
 
 def _event(body: Derender, given: TokensEvent, chunk: dict[str, Any], num_prompt: int | None) -> Response:

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from ...engine.link.messages import Progress
@@ -34,18 +35,13 @@ class EngineThread:
         self._thread = threading.Thread(target=self._run, name="vserve-llm", daemon=True)
         self._thread.start()
 
-    def start(self, work: Coroutine[Any, Any, None]) -> Callable[[], None]:
-        """Starts `work`, which nobody waits for; the function returned ends it."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-
-        def end() -> None:
-            future.cancel()
-
-        return end
+    def start(self, work: Coroutine[Any, Any, T]) -> Future[T]:
+        """What becomes of `work`, which is begun; cancel() ends it."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def begin(self, work: Coroutine[Any, Any, T]) -> Callable[[], T]:
         """Starts `work`; the function returned waits for its result, and cancels it when the wait is interrupted."""
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = self.start(work)
 
         def result() -> T:
             try:

@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import queue
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import Future
 from typing import Any
 
 from ..client.mailbox import EngineDeadError
@@ -19,7 +20,7 @@ from .outputs import RequestOutput
 from .prompt_like import PromptLike
 from .sampling_params import RequestOutputKind, SamplingParams
 
-Tell = Callable[[RequestOutput | BaseException], None]
+Tell = Callable[[str, RequestOutput | BaseException], None]  # hears the request's id, too
 
 
 class _Growing:
@@ -27,7 +28,7 @@ class _Growing:
 
     def __init__(self, llm: LLM) -> None:
         self.llm = llm
-        self._stops: dict[str, Callable[[], None]] = {}
+        self._stops: dict[str, Callable[[], object]] = {}
         self._numbers = itertools.count()
 
     @classmethod
@@ -48,7 +49,8 @@ class _Growing:
         self, tell: Tell, prompt: PromptLike, params: SamplingParams | None, request_id: str | None,
         lora_request: AdapterChoice, priority: int,
     ) -> str:  # fmt: skip
-        """The request's id. `tell`: on the engine's thread, hears each output, or what it failed of.
+        """The request's id. `tell`: on whatever thread, hears each output, and in the end what it failed of:
+        CancelledError where it was aborted.
 
         Raises ValueError."""
         llm = self.llm
@@ -64,21 +66,20 @@ class _Growing:
 
         def grown(output: RequestOutput) -> None:
             if output.finished or kind is not RequestOutputKind.FINAL_ONLY:
-                tell(output)
+                tell(request_id, output)
 
-        async def work() -> None:
-            try:
-                await llm._prepared(
-                    job, lambda ready: generate_growing(call, ready, grown, deltas=kind is RequestOutputKind.DELTA)
-                )
-            except BaseException as error:
-                tell(error)
-                raise
-            finally:
-                self._stops.pop(request_id, None)
+        def ended(work: Future[None]) -> None:
+            self._stops.pop(request_id, None)
+            if (error := asyncio.CancelledError() if work.cancelled() else work.exception()) is not None:
+                tell(request_id, error)
 
-        self._stops[request_id] = lambda: None
-        self._stops[request_id] = llm._engine.start(work())
+        work = llm._engine.start(
+            llm._prepared(
+                job, lambda ready: generate_growing(call, ready, grown, deltas=kind is RequestOutputKind.DELTA)
+            )
+        )
+        self._stops[request_id] = work.cancel
+        work.add_done_callback(ended)  # at once where it has ended already
         return request_id
 
 
@@ -93,12 +94,10 @@ class AsyncLLM(_Growing):
         FINAL_ONLY the whole alone. Whoever leaves early aborts it. Raises ValueError, EngineDeadError."""
         loop, told = asyncio.get_running_loop(), asyncio.Queue[RequestOutput | BaseException]()
 
-        def tell(output: RequestOutput | BaseException) -> None:
+        def tell(_: str, output: RequestOutput | BaseException) -> None:
             loop.call_soon_threadsafe(told.put_nowait, output)
 
-        id = self._begin(
-            tell, prompt, sampling_params, request_id, lora_request, priority,
-        )  # fmt: skip
+        id = self._begin(tell, prompt, sampling_params, request_id, lora_request, priority)
         try:
             finished = False
             while not finished:
@@ -129,7 +128,7 @@ class LLMEngine(_Growing):
 
     def __init__(self, llm: LLM) -> None:
         super().__init__(llm)
-        self._told: queue.Queue[RequestOutput | BaseException] = queue.Queue()
+        self._told: queue.Queue[tuple[str, RequestOutput | BaseException]] = queue.Queue()
         self._open: set[str] = set()
 
     def add_request(
@@ -137,24 +136,29 @@ class LLMEngine(_Growing):
         lora_request: AdapterChoice = None, priority: int = 0,
     ) -> str:  # fmt: skip
         """Raises ValueError."""
-        id = self._begin(self._told.put, prompt, params, request_id, lora_request, priority)
+        id = self._begin(self._tell, prompt, params, request_id, lora_request, priority)
         self._open.add(id)
         return id
 
+    def _tell(self, id: str, output: RequestOutput | BaseException) -> None:
+        self._told.put((id, output))
+
     def step(self) -> list[RequestOutput]:
         """What has come since the last step, of all requests; waits until there is something. [] where no request is
-        open. Raises EngineDeadError."""
+        open. Raises EngineDeadError, and ValueError for a request that cannot be; the others go on."""
         outputs: list[RequestOutput] = []
         while self._open and not (outputs and self._told.empty()):
-            output = self._told.get()
-            if isinstance(output, asyncio.CancelledError):
+            id, output = self._told.get()
+            if isinstance(output, asyncio.CancelledError) or id not in self._open:
                 continue  # aborted
             if isinstance(output, BaseException):
+                if outputs:
+                    self._told.put((id, output))  # for the next step
+                    break
+                self._open.discard(id)
                 raise output
-            if output.request_id not in self._open:
-                continue
             if output.finished:
-                self._open.discard(output.request_id)
+                self._open.discard(id)
             outputs.append(output)
         return outputs
 

@@ -7,10 +7,9 @@ import dataclasses
 from typing import Any
 
 from ...engine.errors import ConfigError
-from ...engine.options.config import EngineConfig, flag
-from ..options.keywords import from_keywords, in_keywords
+from ...engine.options.config import flag
+from ..options.keywords import CONFIGS, from_keywords, in_keywords
 from ..options.reading import options
-from ..options.text import TextConfig
 
 
 class EngineArgs:
@@ -34,7 +33,7 @@ class EngineArgs:
     def add_cli_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         """Adds every option of `LLM` as a flag: `LLM(**vars(parser.parse_args()))`, where the program has no others."""
         group = parser.add_argument_group("vserve", "options of LLM, as `vserve serve --help` explains them")
-        for config in (EngineConfig, TextConfig):
+        for config in CONFIGS:
             for spec in dataclasses.fields(config):
                 kind = options()[spec.name][1]
                 told: dict[str, Any] = {"dest": spec.name, "default": None, "help": argparse.SUPPRESS}
@@ -48,7 +47,7 @@ class EngineArgs:
     @classmethod
     def from_cli_args(cls, arguments: argparse.Namespace) -> EngineArgs:
         """Of the flags that `add_cli_args` added; others of the program are left alone."""
-        known = {spec.name for config in (EngineConfig, TextConfig) for spec in dataclasses.fields(config)}
+        known = {spec.name for config in CONFIGS for spec in dataclasses.fields(config)}
         return cls(**{name: value for name, value in vars(arguments).items() if name in known and value is not None})
 
 

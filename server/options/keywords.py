@@ -16,6 +16,9 @@ from .reading import negated, options
 from .text import TextConfig
 from .vllm import vllm_options
 
+# What has the options of `LLM`.
+CONFIGS = (EngineConfig, TextConfig, MediaConfig)
+
 
 def from_keywords(keywords: dict[str, Any]) -> tuple[EngineConfig, ServerConfig, list[str]]:
     """The two configurations, and a line for each keyword that changes nothing. None means the default.
@@ -23,7 +26,7 @@ def from_keywords(keywords: dict[str, Any]) -> tuple[EngineConfig, ServerConfig,
     Raises TypeError for a keyword that does not exist, ConfigError for what cannot work.
     """
     engine = {spec.name for spec in dataclasses.fields(EngineConfig)}
-    text = {spec.name for config in (TextConfig, MediaConfig) for spec in dataclasses.fields(config)}
+    text = {spec.name for config in CONFIGS[1:] for spec in dataclasses.fields(config)}
     given: dict[str, Given] = {}
     for keyword, value in keywords.items():
         name = negated(keyword) or keyword

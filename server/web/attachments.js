@@ -24,11 +24,9 @@ export class Attachments {
     return !this._files.length && !this._images.length;
   }
 
-  /** {files, images}, which are then no longer attached. */
-  detach() {
-    const taken = { files: this._files, images: this._images };
-    this.clear();
-    return taken;
+  /** {files, images} */
+  get attached() {
+    return { files: this._files, images: this._images };
   }
 
   clear() {

@@ -123,14 +123,15 @@ export class Chat {
     if ((!text && this.attachments.isEmpty) || this._running.has(this._shown.id)) return;
     this._prompt.value = "";
     this._fit();
-    this._continue([{ role: "user", content: text, ...this.attachments.detach() }]);
+    if (this._continue([{ role: "user", content: text, ...this.attachments.attached }])) this.attachments.clear();
   }
 
   /** Runs `change` when no answer to what is shown is being given any more. */
   async _settled(change) {
+    const conversation = this._shown;
     this.stop();
-    await this._running.get(this._shown.id)?.ended;
-    change();
+    await this._running.get(conversation.id)?.ended;
+    if (conversation === this._shown) change(); // else it is another one by now
   }
 
   /** Turns in place of this one, which stays beside them. */
@@ -216,7 +217,7 @@ export class Chat {
       this._views.push(view);
       this._log.append(view.element);
     }
-    for (const view of this._views) view.showVersions();
+    for (const view of this._views) view.showPlace();
     if (!path.length) this._welcome();
     this._measure();
   }

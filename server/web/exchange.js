@@ -34,20 +34,29 @@ function checked(one, index) {
   for (const turn of one.turns) {
     if (!ROLES.has(turn?.role) || typeof turn.content !== "string") throw wrong("a turn has no role or no content");
     if (typeof turn.id !== "string" || known.has(turn.id) || !known.has(turn.parent)) throw wrong("a turn follows none before it");
-    if (!isShowable(turn)) throw wrong("a turn has calls, files or pictures of another shape");
+    if (!isShowable(turn)) throw wrong("a turn has calls, files, pictures or numbers of another shape");
     known.add(turn.id);
   }
+  const updated = Number(one.updated), now = Date.now(); // others have no date that could be shown
   return {
-    id: newId(), title: one.title, updated: Number(one.updated) || Date.now(), model: one.model ?? null,
+    id: newId(), title: one.title, updated: updated > 0 && updated < now ? updated : now, model: one.model ?? null,
     turns: one.turns, head: known.has(one.head) ? one.head : one.turns.at(-1)?.id ?? null,
   };
 }
 
 const isText = (value) => typeof value === "string";
+const isNumber = (value) => Number.isFinite(value);
+const isObject = (value) => typeof value === "object";
+const listOf = (isRight) => (value) => Array.isArray(value) && value.every(isRight);
 
-function isShowable({ toolCalls = [], files = [], images = [] }) {
-  const every = (list, isRight) => Array.isArray(list) && list.every(isRight);
-  return every(toolCalls, (call) => isText(call?.function?.name) && isText(call.function.arguments))
-    && every(files, (file) => isText(file?.name) && isText(file.text))
-    && every(images, (image) => isText(image?.name) && isText(image.url) && image.url.startsWith("data:image/"));
-}
+const FIELDS = { // of a turn, beside its role, content and place
+  reasoning: isText, error: isText, finish: isText, name: isText, tool_call_id: isText,
+  tokens: isNumber, ttft: isNumber, rate: isNumber, thoughtSeconds: isNumber, asked: isObject,
+  usage: (usage) => isNumber(usage.prompt_tokens) && isNumber(usage.completion_tokens),
+  toolCalls: listOf((call) => isText(call?.function?.name) && isText(call.function.arguments)),
+  files: listOf((file) => isText(file?.name) && isText(file.text)),
+  images: listOf((image) => isText(image?.name) && isText(image.url) && image.url.startsWith("data:image/")),
+};
+
+const isShowable = (turn) =>
+  Object.entries(FIELDS).every(([name, isRight]) => turn[name] === undefined || (turn[name] !== null && isRight(turn[name])));

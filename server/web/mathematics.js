@@ -70,6 +70,7 @@ function draw(element, source) {
   try {
     temml.render(source.slice(open.length, -close.length), made, {
       displayMode: open === "$$" || open === "\\[", annotate: true, throwOnError: true, trust: false, maxExpand: 200,
+      maxSize: [40, 400], // em, and points of other units: a formula does not push the rest away
     });
   } catch { // not TeX, or more than Temml knows
     return;

@@ -44,8 +44,10 @@ export class MessageView {
     }
   }
 
-  /** Which of several it is, with a way to those beside it. */
-  showVersions() {
+  /** Where it stands in what is shown: which of several it is, with a way to those beside it, and whether results are
+   * still asked for. */
+  showPlace() {
+    if (this._conversation.head !== this.turn.id) this._calls.querySelector(".results")?.remove();
     const all = this._conversation.versions(this.turn), at = all.indexOf(this.turn);
     this._versions.hidden = all.length < 2;
     const step = (name, label, to) =>
@@ -134,8 +136,8 @@ export class MessageView {
     if (turn.role === "user") act("edit", "Edit", () => this._edit());
     if (turn.role === "assistant") {
       act("again", "Regenerate", () => actions.regenerate(turn));
-      if (isCutOff(turn) && this._conversation.head === turn.id) act("go-on", "Continue", () => actions.continue(turn));
       if (turn.asked) {
+        if (isCutOff(turn) && this._conversation.head === turn.id) act("go-on", "Continue", () => actions.continue(turn));
         copies("terminal", "Copy as curl", () => asCurl(requestBody(this._conversation, turn)));
         copies("braces", "Copy as Python", () => asPython(requestBody(this._conversation, turn)));
       }

@@ -32,15 +32,15 @@ export function showImages(images) {
   for (const { name, url } of images) {
     const place = el("figure", { role: "img", "aria-label": name });
     row.append(place);
-    createImageBitmap(blobOf(url)).then((bitmap) => { place.append(drawn(bitmap, SHOWN)); bitmap.close(); },
+    bitmapOf(url).then((bitmap) => { place.append(drawn(bitmap, SHOWN)); bitmap.close(); },
       () => { place.textContent = name; });
   }
   return row;
 }
 
-/** The bytes of a data: URL, which the policy does not let fetch() read. */
-function blobOf(url) {
+/** Of a data: URL, which the policy does not let fetch() read. */
+async function bitmapOf(url) {
   const [head, body] = url.split(",", 2);
   const bytes = Uint8Array.from(atob(body), (letter) => letter.charCodeAt(0));
-  return new Blob([bytes], { type: /^data:([^;]+)/.exec(head)[1] });
+  return createImageBitmap(new Blob([bytes], { type: /^data:([^;]+)/.exec(head)[1] }));
 }

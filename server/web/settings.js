@@ -77,6 +77,7 @@ export class Settings {
     try {
       const value = JSON.parse(text);
       if (value === null || typeof value !== "object" || Array.isArray(value)) throw new Error("it must be an object, {…}.");
+      if (value.tools && !Array.isArray(value.tools)) throw new Error('"tools" must be a list, […].');
       return value;
     } catch (error) {
       input.setAttribute("aria-invalid", "true");

@@ -7,12 +7,14 @@ const finished = (request) => new Promise((resolve, reject) => {
   request.onerror = () => reject(request.error);
 });
 
-function opened() {
+async function opened() {
   const request = indexedDB.open(DATABASE, VERSION);
   request.onupgradeneeded = () => {
     for (const name of [HEADS, BODIES]) request.result.createObjectStore(name, { keyPath: "id" });
   };
-  return finished(request);
+  const database = await finished(request);
+  database.onversionchange = () => database.close(); // a page of a newer server, in another tab, waits for that
+  return database;
 }
 
 const headOf = ({ id, title, updated, model }) => ({ id, title, updated, model });
@@ -20,7 +22,7 @@ const headOf = ({ id, title, updated, model }) => ({ id, title, updated, model }
 export class Store {
   constructor() {
     this._memory = new Map(); // id → conversation, where there is no database
-    this._database = (async () => opened())().catch(() => null);
+    this._database = opened().catch(() => null);
     this._others = new BroadcastChannel("vserve.conversations"); // tabs of this server
   }
 

@@ -205,6 +205,27 @@ class DerenderCompletions(Derender):
     )
     completion_request: CompletionRequest | None = Field(None, description="what was asked")
 
+    @field_validator("prompt_tokens", mode="plain", json_schema_input_type=Count | list[Count] | None)
+    @classmethod
+    def _prompt_tokens(cls, value: Any) -> int | list[int] | None:
+        counts = value if isinstance(value, list) else [] if value is None else [value]
+        if not fields.are_integers(counts) or not all(0 <= count <= MOST for count in counts):
+            name = "prompt_tokens"
+            raise bad_request(f"'{name}' must be a number from 0 to {MOST}, or a list of such.", name, "invalid_type")
+        found: int | list[int] | None = value
+        return found
+
+    @field_validator("prompt_token_ids", mode="plain", json_schema_input_type=list[list[int] | None] | list[int] | None)
+    @classmethod
+    def _prompt_token_ids(cls, value: Any) -> list[Any] | None:
+        if value is None or fields.are_integers(value):
+            return value
+        if not isinstance(value, list) or not all(one is None or fields.are_integers(one) for one in value):
+            name = "prompt_token_ids"
+            message = f"'{name}' must be a list of token ids, or a list with such a list or null for each prompt."
+            raise bad_request(message, name, "invalid_type")
+        return value
+
     @model_validator(mode="after")
     def _agree(self) -> Self:
         """Of several answers, one entry each."""

@@ -382,6 +382,10 @@ def test_formulas_are_drawn_and_keep_their_source(demo_server: Any, open_page: A
     expect(answer.locator(".prose")).to_contain_text("it costs $5 and $6.")
     assert answer.locator("li, em").count() == 0
     picture(page, "formulas")
+    with talk.scripted(page, talk.event_stream({"content": r"$\rule{9000em}{9000em}$"})):
+        rule = talk.answered(page, "A large one, please.").locator(".math.drawn")
+    expect(rule).to_have_count(1)
+    assert page.locator("#log").evaluate("(log) => log.scrollHeight") < 5000
 
 
 def test_lists_of_tasks_have_boxes(demo_server: Any, open_page: Any, talk: Any) -> None:

@@ -129,12 +129,24 @@ def test_what_is_exported_can_be_imported(demo_server: Any, open_page: Any, talk
         ("{", "no JSON"),
         ('{"format": "other", "conversations": []}', "not one of conversations"),
         (json.dumps(kept | {"conversations": [one | {"turns": one["turns"][1:]}]}), "follows none before it"),
-        (json.dumps(kept | {"conversations": [one | {"turns": [one["turns"][0] | {"files": [1]}]}]}), "another shape"),
+        *(
+            (json.dumps(kept | {"conversations": [one | {"turns": [one["turns"][0] | field]}]}), "another shape")
+            for field in ({"files": [1]}, {"rate": "fast"}, {"usage": {}}, {"asked": None}, {"error": {}})
+        ),
     ):
         file.write_text(wrong)
         panel.get_by_label("File of conversations").set_input_files(file)
         expect(panel.get_by_role("status")).to_contain_text(message)
     expect(panel.locator("li")).to_have_count(2)
+    torn = one["turns"][0] | {"images": [{"name": "torn.png", "url": "data:image/png"}]}
+    file.write_text(json.dumps(kept | {"conversations": [one | {"title": "Odd", "updated": 1e300, "turns": [torn]}]}))
+    panel.get_by_label("File of conversations").set_input_files(file)
+    expect(panel.locator("li")).to_have_count(3)
+    page.reload()  # and neither its date nor its picture is in the way of anything
+    expect(conversations(page).locator("li .title")).to_contain_text(["Odd"])
+    expect(page.get_by_role("img", name="torn.png")).to_have_text("torn.png")
+    with talk.scripted(page, says(talk, "Still here.")):
+        talk.answered(page, "And now?")
 
 
 def test_an_answer_goes_on_while_another_conversation_is_read(demo_server: Any, open_page: Any, talk: Any) -> None:
@@ -178,6 +190,13 @@ def test_text_files_are_read_and_pictures_only_by_models_that_see(
     page.get_by_label("Files", exact=True).set_input_files([notes, binary])
     expect(page.locator("#attached")).to_contain_text("notes.md")
     expect(page.locator("#problem")).to_have_text("data.bin is no text file in UTF-8.")
+    more = page.get_by_label("More parameters")
+    more.fill('{"tools": {}}')
+    page.get_by_label("Message", exact=True).fill("Read it.")
+    page.keyboard.press("Enter")
+    expect(page.locator("#settings-error")).to_contain_text('"tools" must be a list')
+    expect(page.locator("#attached")).to_contain_text("notes.md")  # nothing was sent, and nothing is lost
+    more.fill("")
     with talk.scripted(page, says(talk, "Fine."), says(talk, "A dot.")) as bodies:
         talk.answered(page, "Read it.")
         expect(page.locator("#attached")).to_be_hidden()
@@ -234,13 +253,16 @@ def test_a_tool_by_form(demo_server: Any, open_page: Any, talk: Any) -> None:
     page.reload()
     call = {"index": 0, "id": "call_1", "type": "function", "function": {"name": "get_weather", "arguments": "{}"}}
     stream = talk.event_stream({"tool_calls": [call]}, finish="tool_calls")
-    with talk.scripted(page, stream, says(talk, "Warm."), says(talk, "Hm.")) as bodies:
+    with talk.scripted(page, stream, says(talk, "Warm."), says(talk, "Hm."), stream, says(talk, "Well.")) as bodies:
         answer = talk.answered(page, "Weather?")
         answer.get_by_label("Result of get_weather").fill("30")
         answer.get_by_role("button", name="Send results").click()
         expect(page.locator("article.assistant").last.locator(".prose")).to_have_text("Warm.")
         page.get_by_role("checkbox", name="get_weather").uncheck()
         talk.answered(page, "And now?")
+        expect(talk.answered(page, "And there?").locator(".results")).to_be_visible()
+        talk.answered(page, "Never mind.")  # in the place of its results, which would come too late now
+        expect(page.locator(".results")).to_have_count(0)
     city = {"type": "string", "description": "its name"}
     assert bodies[0]["tools"] == [{"type": "function", "function": {
         "name": "get_weather", "description": "Weather of a city",
@@ -266,6 +288,12 @@ def test_system_prompts_and_settings_are_kept(demo_server: Any, open_page: Any, 
     assert bodies[0]["messages"][0] == {"role": "system", "content": "Answer like a pirate."}
     page.get_by_role("button", name="Forget").click()
     expect(page.get_by_label("Prompts kept here").locator("option")).to_have_count(1)
+    newer = """() => new Promise((found) => {
+      const request = indexedDB.open("vserve", 99);
+      request.onblocked = () => found("blocked");
+      request.onsuccess = () => found("opened");
+    })"""
+    assert page.evaluate(newer) == "opened"  # by a newer server's page, which waits for no tab of this one's
 
 
 def test_the_card_says_what_is_served(demo_server: Any, open_page: Any) -> None:

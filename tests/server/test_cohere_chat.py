@@ -10,6 +10,8 @@ from typing import Any
 import cohere
 import pytest
 
+from vserve.server.dialects.cohere.request import CohereChatRequest
+
 HI = [{"role": "user", "content": "Hi"}]
 TOOL = {"type": "function", "function": {"name": "get_weather", "description": "d", "parameters": {"type": "object"}}}
 SAID = '<think>Hm.</think>See:\n<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
@@ -103,6 +105,16 @@ def test_a_conversation_with_calls_is_the_chat_s(thinking: Any) -> None:
     messages[3]["content"] = [{"type": "document", "document": data}]
     assert ask(thinking.client, messages=messages, tools=[TOOL]).status_code == 200
     assert '{"id":"d1","title":"a","snippet":"b"}' in thinking.prompt
+    messages[3]["content"] = [{"type": "document", "document": {"data": {"text": 5}}}]
+    assert ask(thinking.client, messages=messages, tools=[TOOL]).status_code == 200
+    assert '{"text":5}' in thinking.prompt
+
+
+def test_zero_samples_from_all_whatever_the_model_s_default_is() -> None:
+    tops = [
+        CohereChatRequest.model_validate({"messages": HI, **given}).chat().top_p for given in ({"p": 0}, {}, {"p": 0.5})
+    ]
+    assert tops == [1.0, None, 0.5]
 
 
 def test_what_is_not_here_is_named(thinking: Any) -> None:

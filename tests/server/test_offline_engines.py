@@ -106,6 +106,8 @@ def test_options_are_flags_of_a_program(folder: Path) -> None:
         "--max-model-len",
         "1k",
         "--no-enable-prefix-caching",
+        "--limit-mm-per-prompt",
+        "image=2",
         "--device",
         "cpu",
         "--verbose",
@@ -113,6 +115,7 @@ def test_options_are_flags_of_a_program(folder: Path) -> None:
     arguments = EngineArgs.from_cli_args(parser.parse_args(words))
     assert arguments.options == {
         "model": str(folder), "max_model_len": "1k", "enable_prefix_caching": False, "device": "cpu",
+        "limit_mm_per_prompt": "image=2",
     }  # fmt: skip
     assert arguments.max_model_len == "1k" and arguments.dtype is None
     with pytest.raises(TypeError, match="did you mean max_model_len"):
@@ -183,6 +186,33 @@ def test_step_by_step(llm: LLM) -> None:
                 finished[output.request_id] = output.outputs[0].token_ids
     assert finished.keys() == {"a", "b"} and finished["a"] == tokens(llm)
     assert engine.step() == [] and engine.get_num_unfinished_requests() == 0
+
+
+def test_one_that_fails_ends_alone(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However early: its id is free again, and the steps of the others go on."""
+    engine, start = LLMEngine(llm), llm._engine.start
+
+    async def fail(*_: Any) -> None:
+        raise ValueError("no grammar")
+
+    def has_ended(work: Any) -> Any:
+        future = start(work)
+        future.exception(timeout=10)
+        return future
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(llm, "_prepared", fail)
+            patch.setattr(llm._engine, "start", has_ended)
+            engine.add_request("a", "the", GREEDY)
+        engine.add_request("b", "the", GREEDY)
+        outcomes: list[str] = []
+        while engine.has_unfinished_requests():
+            try:
+                outcomes += [output.request_id for output in engine.step() if output.finished]
+            except ValueError as error:
+                outcomes.append(str(error))
+        assert outcomes == ["no grammar", "b"]
 
 
 def test_the_stats_line(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:

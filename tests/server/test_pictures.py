@@ -218,6 +218,27 @@ def test_low_detail_makes_it_smaller_first(seeing: Seeing) -> None:
     assert seeing.asked.media[0].original == (256, 512)
 
 
+def test_conversations_keep_pictures(seeing: Seeing) -> None:
+    def shown(url: str) -> dict[str, Any]:
+        return {"role": "user", "content": [{"type": "input_image", "image_url": url}]}
+
+    def ask() -> None:
+        answer = seeing.client.post("/v1/responses", {"input": "And?", "conversation": id})
+        assert answer.status_code == 200, answer.text
+
+    post, blue = seeing.client.post, data_url(file_of(32, 32, "blue"))
+    id = post("/v1/conversations", {"items": [shown(data_url(file_of())), {"role": "user", "content": "old"}]}).json()[
+        "id"
+    ]
+    assert post(f"/v1/conversations/{id}/items", {"items": [shown(blue)]}).status_code == 200
+    ask()
+    assert seeing.colours == [RED, BLUE]
+    for item in seeing.client.get(f"/v1/conversations/{id}/items", params={"order": "asc"}).json()["data"][:2]:
+        assert seeing.client.request("DELETE", f"/v1/conversations/{id}/items/{item['id']}").status_code == 200
+        ask()
+    assert seeing.colours == [BLUE]
+
+
 def test_anthropic_messages_have_pictures(seeing: Seeing) -> None:
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(file_of(colour="blue")).decode()}
     image = {"type": "image", "source": source}

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import threading
+from functools import partial
 from typing import Any
 
 import pytest
+
+from vserve.server.api import derender
 
 HI = [{"role": "user", "content": "Hi"}]
 GENERATE = "/inference/v1/generate"
@@ -204,6 +208,33 @@ def test_events_that_cannot_be_derendered(client: Any, more: Any, param: str | N
         assert client.post("/v1/completions/derender", body).status_code == 400
     flat = {"generate_responses": [event], "prompt_token_ids": [5]}
     assert "a list with an entry for each prompt" in client.post("/v1/completions/derender", flat).text
+
+
+@pytest.mark.parametrize("value", [-1, "x", [True], ["x"], 2**31])
+def test_numbers_of_prompts_are_asked_for_by_name(client: Any, value: Any) -> None:
+    given = {"generate_responses": [{"choices": []}]}
+    for name in ("prompt_tokens", "prompt_token_ids"):
+        answer = client.post("/v1/completions/derender", {**given, name: value})
+        assert answer.status_code == 400 and answer.json()["error"]["param"] == name, answer.text
+
+
+def test_large_answers_are_measured_off_the_event_loop(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    idents: list[int] = []
+    for name in ("_num_logprobs", "_work"):
+
+        def watched(*arguments: Any, measure: Any) -> Any:
+            idents.append(threading.get_ident())
+            return measure(*arguments)
+
+        monkeypatch.setattr(derender, name, partial(watched, measure=getattr(derender, name)))
+    entry = {"token_id": 300, "logprob": 0.0, "top_logprobs": [{"token_id": 300, "logprob": 0.0}] * 100}
+    given = {"choices": [{"index": 0, "token_ids": [300] * 100, "logprobs": {"content": [entry] * 100}}]}
+    for path, body in (
+        ("chat/completions", {"generate_response": given}), ("completions", {"generate_responses": [given]})
+    ):  # fmt: skip
+        idents.clear()
+        assert client.post(f"/v1/{path}/derender", body).status_code == 200
+        assert idents and threading.get_ident() not in idents
 
 
 @pytest.mark.parametrize(

@@ -169,7 +169,7 @@ class CohereChatRequest(SamplingFields):
                 "max_completion_tokens": self.max_tokens,
                 "stop": self.stop_sequences,
                 "temperature": self.temperature,
-                "top_p": self.p or None,
+                "top_p": 1.0 if self.p == 0 else self.p,
                 **({} if self.k is None else {"top_k": self.k}),
                 "logprobs": self.logprobs or None,
                 "top_logprobs": 0 if self.logprobs else None,
@@ -248,7 +248,8 @@ def _result(content: Any, where: str) -> str:
         place = f"{where}[{i}]"
         if part.get("type") == "document":
             document = _document(part.get("document"), f"{place}.document")
-            lines.append(document["text"] if document.keys() == {"text"} else _json(document, place))
+            is_text = document.keys() == {"text"} and isinstance(document["text"], str)
+            lines.append(document["text"] if is_text else _json(document, place))
         else:
             lines.append(part_text(part, place, _TEXT))
     return "\n".join(lines)

@@ -49,10 +49,11 @@ class NewItems(_Body):
     def _items(cls, value: Any) -> list[dict[str, Any]]:
         return objects(value, "items")
 
-    def read(self) -> tuple[Pieces, list[dict[str, Any]]]:
-        """The messages of a chat that they are, and the items as they are listed. Raises ApiError (400)."""
+    def read(self, sees: bool) -> tuple[Pieces, list[dict[str, Any]]]:
+        """The messages of a chat that they are, and the items as they are listed. `sees`: pictures are parts of the
+        messages. Raises ApiError (400)."""
         items = self.items or []
-        messages = Pieces.of(item_messages(items, "items", self.leave_out))
+        messages = Pieces.of(item_messages(items, "items", self.leave_out, sees))
         return messages, input_items(items, uuid.uuid4().hex, 0)
 
 
@@ -73,20 +74,20 @@ class NewConversation(NewItems):
         return fields.metadata(value)
 
 
-def conversation(id: str, created: int, body: NewConversation) -> Stored:
+def conversation(id: str, created: int, body: NewConversation, sees: bool) -> Stored:
     """Raises ApiError (400)."""
-    messages, items = body.read()
+    messages, items = body.read(sees)
     answer = {"id": id, "object": "conversation", "created_at": created, "metadata": body.metadata or {}}
     return Stored.of(answer, messages, Pieces.of(items))
 
 
-def without(stored: Stored, item_id: str) -> Stored | None:
+def without(stored: Stored, item_id: str, sees: bool) -> Stored | None:
     """The conversation without this item; None where it has none of this id. Takes as long as it is large."""
     items = list(stored.items.entries())
     left = [item for item in items if item["id"] != item_id]
     if len(left) == len(items):
         return None
-    messages = item_messages(left, "items", lambda name: None)  # which a lone result of a tool is, too
+    messages = item_messages(left, "items", lambda name: None, sees)  # which a lone result of a tool is, too
     return replace(stored, messages=Pieces.of(messages), items=Pieces.of(left))
 
 
