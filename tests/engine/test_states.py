@@ -24,8 +24,8 @@ from .test_adapters import greedy_params, load, running, tokens_of
 LENGTH = 20
 MARGIN = 1e-3  # of log-probabilities: nearer than that, either token is right
 FAMILIES = (
-    "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "lfm2", "falcon_h1", "nemotron_h",
-    *(pytest.param(family, marks=pytest.mark.slow) for family in ("lfm2_moe", "granitemoehybrid")),
+    "qwen3_5_text", "qwen3_5_moe_text", "lfm2", "falcon_h1", "nemotron_h",
+    *(pytest.param(family, marks=pytest.mark.slow) for family in ("qwen3_next", "lfm2_moe", "granitemoehybrid")),
 )  # fmt: skip
 
 
@@ -146,6 +146,11 @@ def test_it_is_divided_by_heads_of_keys(tiny_model) -> None:
     assert whole == config.state_specs()[0]
 
 
+@pytest.mark.parametrize(
+    "engine_of_family",
+    ["qwen3_5_text", *(pytest.param(f"qwen3_{kind}", marks=pytest.mark.slow) for kind in ("5_moe_text", "next"))],
+    indirect=True,
+)
 def test_two_ranks_answer_as_one(engine_of_family) -> None:
     """Twice, the second time from snapshots; in chunks, preempted."""
     batch = [(prompt, greedy(logprobs=1)) for prompt in drawn(3, 90, 65, 130)]
