@@ -284,26 +284,19 @@ class CausalLM(nn.Module):
             batch.token_vectors = self.token_vectors(input_ids, residual)
         if self.expert_load is not None:
             self.expert_load.query_start = batch.query_start
-        *layers, last = self._layers
         if (features := self.features) is not None:
             return self._with_features(features, x, residual, positions, batch, wanted)
         if not self.stage.is_last:
             wanted = None
-        # Behind so many layers something of pictures is added (DeepStack, arXiv:2406.04334).
+        # Behind so many layers pictures add something (DeepStack, arXiv:2406.04334): those leave no token out.
         deep = 0 if pictures is None else pictures.num_layers(self.config.hidden_size)
-        for layer in layers:
-            x, residual = layer(x, residual, positions, batch)
-            if layer.index < deep:
-                assert pictures is not None
+        of_last = None if (last := self._layers[-1]).index < deep else wanted
+        for layer in self._layers:
+            x, residual = layer(x, residual, positions, batch, of_last if layer is last else None)
+            if pictures is not None and layer.index < deep:
                 pictures.add_behind(layer.index, residual)
-        if last.index < deep:  # to all tokens: a layer that saves work has left some of them out
-            assert pictures is not None
-            x, residual = last(x, residual, positions, batch)
-            pictures.add_behind(last.index, residual)
-            hidden: Tensor = self.norm(x, residual)[0]
-            return hidden if wanted is None else hidden.index_select(0, wanted)
-        x, residual = last(x, residual, positions, batch, wanted)
-        return self.norm(x, residual)[0]
+        hidden: Tensor = self.norm(x, residual)[0]
+        return hidden if wanted is None or of_last is not None else hidden.index_select(0, wanted)
 
     def _with_features(
         self, features: Features, x: Tensor | None, residual: Tensor, positions: Tensor, batch: AttentionBatch,
