@@ -41,6 +41,7 @@ def test_twelve_at_once_in_a_tiny_cache_are_transformers_tokens(engine_of_family
     (answers,), stats = engine_of_family.run(
         [(prompt, sampling) for prompt in prompts], max_num_batched_tokens=48, max_num_seqs=12, max_model_len=128,
         num_gpu_blocks_override=layout.request_blocks(128, chunk=48), block_size=8, enable_prefix_caching=False,
+        language_model_only=config.pictures,
     )  # fmt: skip
     assert stats.num_preemptions > 0
     oracle = reference(engine_of_family.folder, dtype=torch.float32).eval()

@@ -68,15 +68,15 @@ def test_preemption_changes_nothing(foreign, alone) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_change_nothing(foreign, alone) -> None:
-    """As transformers' plan divides it; without one, it is said before weights are read."""
+    """As transformers' plan divides it; where it divides nothing, that is said before weights are read."""
     options = {"model_impl": "transformers", "tensor_parallel_size": 2}
     if "gpt_oss" in foreign.folder.name:
         with pytest.raises(EngineDeadError) as raised:
             foreign.run(requests(1), **options)
         assert str(raised.value) == (
-            "--tensor-parallel-size 2: GptOssForCausalLM is computed by transformers' code, and transformers has no "
-            "plan to divide it: leave it out, or take --data-parallel-size 2 for as many that each hold all of the "
-            "model"
+            "--tensor-parallel-size 2: GptOssForCausalLM is computed by transformers' code, and transformers' "
+            "plan divides none of it: leave it out, or take --data-parallel-size 2 for as many that each hold all of "
+            "the model"
         )
         return
     (answers,), _ = foreign.run(requests(), **options)
