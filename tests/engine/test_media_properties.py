@@ -51,9 +51,9 @@ BEHIND = "media[i].start + media[i].length <= computed]"
 MUTATIONS = {  # what is broken: (file, what is to be replaced by what)
     "pictures left out of keys": ("kv_cache", "if start * block_size < request.media_end else {}", "if False else {}"),
     "chunks beyond what is encoded": ("encoder_cache", "if held > self.capacity:", "if False:"),
-    "more in a step than it may": ("encoder_cache", "cost > budget and not first", "False"),
+    "more in a step than it may": ("encoder_cache", "(patches > budget and not none_yet)", "False"),
     "features of the beginning again": ("encoder_cache", PASSED, "passed = 0"),
-    "separators taken for features": ("encoder_cache", "np.flatnonzero(np.diff(at) > 1) + 1", "[]"),
+    "separators taken for features": ("encoder_cache", "np.flatnonzero(np.diff(indexes) > 1) + 1", "[]"),
     "held for ever": ("encoder_cache", BEHIND, "False]"),
     "held by those who have left": ("kv_cache", "self.encoder.free(request)", "pass"),
     "what a failed step was to make found": ("encoder_cache", LOST, ""),
