@@ -33,7 +33,7 @@ from .test_adapters import running, tokens_of
 from .test_model_drafts import draft_models, draw, mtp, proposed, requests, same  # noqa: F401
 from .test_speculation import Grammars, Told, config, poison, told  # noqa: F401
 from .test_speculation import same as same_answers
-from .test_states import FAMILIES, LENGTH, drawn, greedy
+from .test_states import LENGTH, drawn, greedy
 
 
 @pytest.fixture
@@ -73,6 +73,7 @@ def slow(*values: Any) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
+FAMILIES = ("qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")  # which have a layer that drafts, beside delta nets
 OTHERS = [slow(family) for family in FAMILIES[1:]]
 
 
