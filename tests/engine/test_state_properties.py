@@ -54,11 +54,12 @@ def test_many_more_workloads_with_states(options: dict[str, bool]) -> None:
 
 
 SHORTER = "< len(hits[0]):\n                hits = self._match(request, length)\n            if state.is"
+AS_LONG = SHORTER.replace("hits = self._match(request, length)", "break")
 START = "            pool.share(source)\n"
 WRITTEN = "held.due, snapshot.written, snapshot.registered = None, True, registered"
 MUTATIONS = {  # what is broken: (file, what is to be replaced by what)
     "admitted without a slot": ("kv_cache", ("if state is not None and not state.pool.num_free:", "if False:")),
-    "matching past a snapshot": ("kv_cache", (SHORTER, SHORTER.replace("hits = self._match(request, length)", "break"))),
+    "matching past a snapshot": ("kv_cache", (SHORTER, AS_LONG)),
     "what a failed step was to write registered": ("kv_cache", ("self.state.drop(registered)", "pass")),
     "snapshots of a failed step not revoked": (
         "state_group", ("snapshot.registered.append((pool, snapshot.slot, key))", "pass"),
