@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ..families.layer_spec import StateSpec
 from ..quant.format import DUMMY_STD, FLOATS, Format, Stored
-from ..quant.weights import Placement, frozen
+from ..quant.weights import Placement, WeightMap, frozen
 
 
 class StateLayer(nn.Module):
@@ -20,6 +20,10 @@ class StateLayer(nn.Module):
         self.spec = spec
         self.ring: Tensor | None = None
         self.matrices: Tensor | None = None
+
+    def weight_map(self, prefix: str) -> WeightMap:
+        """Of what it has itself, below the block's module."""
+        raise NotImplementedError
 
     def bind(self, ring: Tensor | None, matrices: Tensor | None) -> None:
         """Use these slots, ring [N, R, C + G] and matrices [N, H, rows, columns]; None takes them away."""

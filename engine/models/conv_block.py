@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..describe.model_config import ModelConfig
 from ..families.layer_spec import ConvSpec
 from ..layers.attention import AttentionBatch
 from ..layers.gated_conv import GatedConv
 from ..layers.linear import Linear
-from ..quant.weights import Placement, WeightMap, keep_at_hand
+from ..quant.weights import Placement, keep_at_hand
+from .state_block import StateBlock
 
 
-class ConvBlock(nn.Module):
+class ConvBlock(StateBlock):
     """One projection of B, C and x; the convolution; output projection."""
 
     name = "conv"  # in the checkpoint
@@ -25,18 +26,5 @@ class ConvBlock(nn.Module):
         self.output = Linear(channels, {"out": hidden}, place=place, rule="row", bias=spec.bias)
         keep_at_hand(self)
 
-    def weight_map(self, prefix: str) -> WeightMap:
-        return {
-            f"{prefix}.in_proj": (self.input, "in"),
-            **self.state.weight_map(prefix),
-            f"{prefix}.out_proj": (self.output, "out"),
-        }
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
-    ) -> Tensor | None:
-        """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
-        out = self.state(self.input(x), batch.state)
-        if wanted is not None:
-            return self.output(out.index_select(0, wanted))
-        return self.output.add_to(residual, out)
+    def mix(self, x: Tensor, batch: AttentionBatch) -> Tensor:
+        return self.state(self.input(x), batch.state)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..describe.model_config import ModelConfig
 from ..families.layer_spec import DeltaSpec
@@ -13,9 +13,10 @@ from ..layers.attention import AttentionBatch
 from ..layers.delta import DeltaNet
 from ..layers.linear import Linear
 from ..quant.weights import Placement, WeightMap, keep_at_hand
+from .state_block import StateBlock
 
 
-class DeltaBlock(nn.Module):
+class DeltaBlock(StateBlock):
     """Fused projections of q, k, v and z; another one of what decides of strength (b) and decay (a), which checkpoints
     leave in 16 bits; the delta net; output projection."""
 
@@ -36,7 +37,7 @@ class DeltaBlock(nn.Module):
                 "qkvz": _by_part(spec.num_key_heads, [spec.key_dim, spec.key_dim, values, values]),
                 "ba": _by_part(spec.num_key_heads, [heads // spec.num_key_heads] * 2),
             }
-        self.qkvz = Linear(
+        self.input = Linear(
             hidden, parts, place=place, rule="column", pieces=pieces,
             row_order={part: rows for part, rows in order.items() if part in parts},
         )  # fmt: skip
@@ -48,23 +49,16 @@ class DeltaBlock(nn.Module):
         self.output = Linear(spec.value_size, {"out": hidden}, place=place, rule="row", unit=spec.value_dim)
         keep_at_hand(self)
 
-    def weight_map(self, prefix: str) -> WeightMap:
+    def _input_weights(self, prefix: str) -> WeightMap:
         return {
-            **{f"{prefix}.in_proj_{part}": (self.qkvz, part) for part in self.qkvz.shape.parts},
-            **{f"{prefix}.in_proj_{part}": (self.gates, part) for part in self.gates.shape.parts},
-            **self.state.weight_map(prefix),
-            f"{prefix}.out_proj": (self.output, "out"),
+            f"{prefix}.in_proj_{part}": (linear, part)
+            for linear in (self.input, self.gates)
+            for part in linear.shape.parts
         }
 
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
-    ) -> Tensor | None:
-        """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
-        mixed, z = self.qkvz(x).split(self.sizes, dim=1)
-        out = self.state(mixed, self.gates(x), z, batch.state)
-        if wanted is not None:
-            return self.output(out.index_select(0, wanted))
-        return self.output.add_to(residual, out)
+    def mix(self, x: Tensor, batch: AttentionBatch) -> Tensor:
+        mixed, z = self.input(x).split(self.sizes, dim=1)
+        return self.state(mixed, self.gates(x), z, batch.state)
 
 
 def _by_part(num_heads: int, sizes: list[int]) -> Tensor:

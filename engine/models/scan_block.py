@@ -11,11 +11,13 @@ from ..layers.attention import Attention, AttentionBatch
 from ..layers.linear import Linear
 from ..layers.rope import RotaryEmbedding
 from ..layers.scan import Scan
+from ..layers.state import StateLayer
 from ..quant.weights import Placement, WeightMap, keep_at_hand
 from .attention_block import AttentionBlock
+from .state_block import StateBlock
 
 
-class ScanBlock(nn.Module):
+class ScanBlock(StateBlock):
     """One projection of output gates, values, what is written, what is read, and time steps; Mamba-2; output
     projection."""
 
@@ -35,25 +37,12 @@ class ScanBlock(nn.Module):
         self.output = Linear(spec.inner, {"out": hidden}, place=place, rule="row", bias=spec.output_bias)
         keep_at_hand(self)
 
-    def weight_map(self, prefix: str) -> WeightMap:
-        return {
-            f"{prefix}.in_proj": (self.input, "in"),
-            **self.state.weight_map(prefix),
-            f"{prefix}.out_proj": (self.output, "out"),
-        }
-
-    def forward(
-        self, x: Tensor, residual: Tensor | None, positions: Tensor, batch: AttentionBatch, wanted: Tensor | None
-    ) -> Tensor | None:
-        """→ what is to be added to residual; None: it has been. Where residual is None, the result is wanted itself."""
+    def mix(self, x: Tensor, batch: AttentionBatch) -> Tensor:
         products = self.input(x)
         if self.multipliers is not None:
             products *= self.multipliers
         z, mixed, dt = products.split(self.sizes, dim=1)
-        out = self.state(mixed, dt, z, batch.state)
-        if wanted is not None:
-            return self.output(out.index_select(0, wanted))
-        return self.output.add_to(residual, out)
+        return self.state(mixed, dt, z, batch.state)
 
 
 class PairBlock(nn.Module):
@@ -75,7 +64,7 @@ class PairBlock(nn.Module):
         return self.attending.attention
 
     @property
-    def state(self) -> Scan:
+    def state(self) -> StateLayer:
         return self.scanning.state
 
     def weight_map(self, prefix: str) -> WeightMap:

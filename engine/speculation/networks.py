@@ -18,7 +18,8 @@ from ..layers.linear import Linear
 from ..layers.norm import NoNorm, Norm, make_norm
 from ..layers.rope import RotaryEmbedding
 from ..models.attention_block import AttentionBlock
-from ..models.blocks import CausalLM, DecoderLayer, summands
+from ..models.blocks import CausalLM
+from ..models.decoder_layer import DecoderLayer, summands
 from ..models.mlp import MLP, with_stored_experts
 from ..models.model import Features
 from ..parallel.group import ALONE, Group
