@@ -69,6 +69,9 @@ _QWEN_TOKENS = {"image_token_id": 151655, "video_token_id": 151656}
 _CLIP_MEAN, _CLIP_STD = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 # In files of transformers today, and of most before.
 _INSIDE = (("vision_tower.", "model.vision_tower."), ("multi_modal_projector", "model.multi_modal_projector"))
+_CLIP_LIKE: dict[str, Any] = {
+    "mean": _CLIP_MEAN, "std": _CLIP_STD, "root": "vision_tower", "names": _INSIDE, "other_names": ((),)
+}  # fmt: skip
 # The same where the tower was a model within the tower before transformers 5.
 _DEEPER: tuple[Names, ...] = (
     (("vision_tower.", "model.vision_tower.vision_model."), _INSIDE[1]),
@@ -261,11 +264,7 @@ def _squares(raw: RawConfig, seen: RawConfig, outer: RawConfig, depth: int, **ch
         image_token=0,
         image_size=_side(seen, "image_size"),
         projector=projector,
-        mean=_CLIP_MEAN,
-        std=_CLIP_STD,
-        root="vision_tower",
-        names=_INSIDE,
-        other_names=((),),
+        **_CLIP_LIKE,
     )  # fmt: skip
 
 
@@ -292,11 +291,7 @@ def _pixtral(
         ),
         separators=(12, 13),
         separator_texts=("[IMG_BREAK]", "[IMG_END]"),
-        mean=_CLIP_MEAN,
-        std=_CLIP_STD,
-        root="vision_tower",
-        names=_INSIDE,
-        other_names=((),),
+        **_CLIP_LIKE,
     )  # fmt: skip
 
 

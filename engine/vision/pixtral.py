@@ -5,22 +5,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..families.vision_spec import VisionSpec
 from ..layers.linear import TowerLinear
 from ..layers.norm import make_norm
 from ..quant.weights import Placement, WeightMap
-from .tower import ACTIVATIONS, PROJECTOR, Block, PatchProduct, Picture, Tower, frames_of, patches
+from .tower import ACTIVATIONS, PROJECTOR, PatchProduct, Picture, Tower, frames_of, patches
 
 _PATHS = {
     "norm1": "attention_norm", "norm2": "ffn_norm", "q": "attention.q_proj", "k": "attention.k_proj",
-    "v": "attention.v_proj", "out": "attention.o_proj", "gate": "feed_forward.gate_proj", "up": "feed_forward.up_proj",
-    "down": "feed_forward.down_proj",
+    "v": "attention.v_proj", "out": "attention.o_proj", "gate": "feed_forward.gate_proj",
+    "up": "feed_forward.up_proj", "down": "feed_forward.down_proj",
 }  # fmt: skip
 
 
 class PixtralTower(Tower):
+    block_paths = _PATHS
+    blocks_path = "transformer.layers"
+    patches_path = "patch_conv"
+
     def __init__(self, spec: VisionSpec, place: Placement) -> None:
         super().__init__(spec, place)
         blocks, projector = spec.blocks, spec.projector
@@ -28,7 +32,6 @@ class PixtralTower(Tower):
         hidden, out = blocks.hidden, spec.out
         self.patches = PatchProduct((3, spec.patch, spec.patch), hidden, place, bias=False)
         self.norm = make_norm("rms", (hidden,), blocks.eps, place)
-        self.blocks = nn.ModuleList(Block(blocks, place, _PATHS) for _ in range(blocks.depth))
         self.last_norm = make_norm("rms", (hidden,), projector.eps, place) if projector.eps else None
         self.merging = None
         if spec.merge > 1:
@@ -41,10 +44,8 @@ class PixtralTower(Tower):
         frequencies = (1.0 / blocks.theta**exponents).to(place.device)
         self.frequencies = frequencies[0::2], frequencies[1::2]
 
-    def weight_map(self) -> WeightMap:
-        root = self.spec.root
+    def _further_weights(self, root: str) -> WeightMap:
         found: WeightMap = {
-            f"{root}.patch_conv": (self.patches, ""),
             f"{root}.ln_pre": (self.norm, ""),
             f"{PROJECTOR}.linear_1": (self.first, "first"),
             f"{PROJECTOR}.linear_2": (self.second, "second"),
@@ -53,20 +54,14 @@ class PixtralTower(Tower):
             found[f"{PROJECTOR}.norm"] = self.last_norm, ""
         if self.merging is not None:
             found[f"{PROJECTOR}.patch_merger.merging_layer"] = self.merging, "merged"
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            found |= block.weight_map(f"{root}.transformer.layers.{index}")
-        return {self.spec.named(path): target for path, target in found.items()}
+        return found
 
     def encode(self, items: Sequence[Picture]) -> list[Tensor]:
         spec, known = self.spec, [item for _, item in items]
         turns, frames = self.turns(known, *self.frequencies), self.packed(frames_of(known))
         pixels = torch.cat([patches(self.normalised(one), spec.patch, spec.merge) for one, _ in items])
         residual, _ = self.norm(None, self.patches(pixels))
-        x: Tensor | None = None
-        for block in self.blocks:
-            x, residual = block(x, residual, turns, frames)
-        hidden = residual if x is None else residual.add_(x)
+        hidden = self.through_blocks(residual, turns, frames)
         if self.last_norm is not None:
             hidden, _ = self.last_norm(None, hidden)
         if self.merging is not None:  # whose weights have an element of all patches of a token one beside the other

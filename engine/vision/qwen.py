@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
@@ -15,7 +15,7 @@ from ..layers.norm import make_norm
 from ..layers.state import Vectors
 from ..link.media import MediaItem
 from ..quant.weights import Placement, WeightMap
-from .tower import Block, PatchProduct, Picture, Tower, frames_of, in_tokens, patches, stretched_table
+from .tower import PatchProduct, Picture, Tower, frames_of, in_tokens, patches, stretched_table
 
 _BLOCK = {"norm1": "norm1", "norm2": "norm2", "qkv": "attn.qkv", "out": "attn.proj"}
 _LINEAR = {"up": "mlp.linear_fc1", "down": "mlp.linear_fc2"}
@@ -48,7 +48,8 @@ class Merger(nn.Module):
 class QwenTower(Tower):
     """What they have in common: patches in the order of tokens, turned by their rows and columns; a merger."""
 
-    block_paths: Mapping[str, str]
+    blocks_path = "blocks"
+    patches_path = "patch_embed.proj"
     merger_paths: ClassVar[tuple[str, str, str]]
     patch_bias: ClassVar[bool]
 
@@ -57,23 +58,13 @@ class QwenTower(Tower):
         blocks = spec.blocks
         kernel = (3, spec.frames, spec.patch, spec.patch)
         self.patches = PatchProduct(kernel, blocks.hidden, place, bias=self.patch_bias)
-        self.blocks = nn.ModuleList(Block(blocks, place, self.block_paths) for _ in range(blocks.depth))
         self.merger = Merger(spec, place, self.merger_paths)
         half = blocks.head_dim // 2  # of a head's elements turn by the row, as many by the column
         exponents = torch.arange(0, half, 2, dtype=torch.float32) / half
         self.frequencies = ((1.0 / blocks.theta**exponents).to(place.device),) * 2
 
-    def weight_map(self) -> WeightMap:
-        root = self.spec.root
-        found = {f"{root}.patch_embed.proj": (self.patches, ""), **self.merger.weight_map(f"{root}.merger")}
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            found |= block.weight_map(f"{root}.blocks.{index}")
-        found |= self._further_weights(root)
-        return {self.spec.named(path): target for path, target in found.items()}
-
     def _further_weights(self, root: str) -> WeightMap:
-        return {}
+        return self.merger.weight_map(f"{root}.merger")
 
     def embedded(self, pixels: Tensor) -> Tensor:
         """uint8 [F, height, width, 3] → [patches, hidden], those of one token one behind the other."""
@@ -97,7 +88,7 @@ class Qwen3Tower(QwenTower):
         )
 
     def _further_weights(self, root: str) -> WeightMap:
-        found: WeightMap = {f"{root}.pos_embed": (self.table, "")}
+        found = super()._further_weights(root) | {f"{root}.pos_embed": (self.table, "")}
         for index, merger in enumerate(self.deep_mergers):
             assert isinstance(merger, Merger)
             found |= merger.weight_map(f"{root}.deepstack_merger_list.{index}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..families.vision_spec import VisionSpec
 from ..layers.linear import TowerLinear
@@ -16,18 +16,25 @@ from ..layers.state import Vectors
 from ..link.media import MediaItem
 from ..quant.format import FLOATS, Stored
 from ..quant.weights import Placement, WeightMap
-from .tower import ACTIVATIONS, PROJECTOR, Block, PatchProduct, Picture, Tower, in_tokens, patches
+from .tower import ACTIVATIONS, PROJECTOR, PatchProduct, Picture, Tower, in_tokens, patches
+
+_PATHS = {
+    "norm1": "layer_norm1", "norm2": "layer_norm2", "q": "self_attn.q_proj", "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj", "out": "self_attn.out_proj", "up": "mlp.fc1", "down": "mlp.fc2",
+}  # fmt: skip
+_INTERN_PATHS = {
+    "norm1": "layernorm_before", "norm2": "layernorm_after", "q": "attention.q_proj", "k": "attention.k_proj",
+    "v": "attention.v_proj", "out": "attention.projection_layer", "up": "mlp.fc1", "down": "mlp.fc2",
+    "scale1": "lambda_1", "scale2": "lambda_2",
+}  # fmt: skip
 
 
 class TileTower(Tower):
     """Squares with a vector for every place in them, some behind a vector of their class."""
 
-    block_paths: ClassVar[Mapping[str, str]] = {
-        "norm1": "layer_norm1", "norm2": "layer_norm2", "q": "self_attn.q_proj", "k": "self_attn.k_proj",
-        "v": "self_attn.v_proj", "out": "self_attn.out_proj", "up": "mlp.fc1", "down": "mlp.fc2",
-    }  # fmt: skip
-    blocks_path: ClassVar[str] = "encoder.layers"
-    patches_path: ClassVar[str] = "embeddings.patch_embedding"
+    block_paths = _PATHS
+    blocks_path = "encoder.layers"
+    patches_path = "embeddings.patch_embedding"
     patch_bias: ClassVar[bool] = True
 
     def __init__(self, spec: VisionSpec, place: Placement) -> None:
@@ -35,15 +42,6 @@ class TileTower(Tower):
         blocks = spec.blocks
         self.side = spec.image_size // spec.patch  # in patches
         self.patches = PatchProduct((3, spec.patch, spec.patch), blocks.hidden, place, bias=self.patch_bias)
-        self.blocks = nn.ModuleList(Block(blocks, place, self.block_paths) for _ in range(blocks.depth))
-
-    def weight_map(self) -> WeightMap:
-        root = self.spec.root
-        found: WeightMap = {f"{root}.{self.patches_path}": (self.patches, ""), **self._further_weights(root)}
-        for index, block in enumerate(self.blocks):
-            assert isinstance(block, Block)
-            found |= block.weight_map(f"{root}.{self.blocks_path}.{index}")
-        return {self.spec.named(path): target for path, target in found.items()}
 
     def encode(self, items: Sequence[Picture]) -> list[Tensor]:
         spec, known = self.spec, [item for _, item in items]
@@ -55,10 +53,7 @@ class TileTower(Tower):
             tiles = torch.cat(((of_class + places[0]).expand(len(tiles), 1, -1), tiles), dim=1)
         count, length, _ = tiles.shape
         squares, residual = self.packed([length] * count), self._before(tiles.flatten(0, 1))
-        x: Tensor | None = None
-        for block in self.blocks:
-            x, residual = block(x, residual, None, squares)
-        hidden = (residual if x is None else residual.add_(x)).unflatten(0, (count, length))
+        hidden = self.through_blocks(residual, None, squares).unflatten(0, (count, length))
         hidden = hidden[:, length - self.side**2 :].reshape(-1, spec.merge**2, spec.blocks.hidden)
         return self.of_each(self._features(hidden), known)
 
@@ -105,11 +100,7 @@ class ProjectedTower(TileTower):
 class InternTower(ProjectedTower):
     """InternVL's, with a norm before the projector."""
 
-    block_paths: ClassVar[Mapping[str, str]] = {
-        "norm1": "layernorm_before", "norm2": "layernorm_after", "q": "attention.q_proj", "k": "attention.k_proj",
-        "v": "attention.v_proj", "out": "attention.projection_layer", "up": "mlp.fc1", "down": "mlp.fc2",
-        "scale1": "lambda_1", "scale2": "lambda_2",
-    }  # fmt: skip
+    block_paths = _INTERN_PATHS
     blocks_path = "encoder.layer"
     patches_path = "embeddings.patch_embeddings.projection"
 

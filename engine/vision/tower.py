@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from math import isqrt, prod
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -128,9 +129,15 @@ class Tower(nn.Module):
     Built without weights, in the activations' dtype; every rank has the whole of it, and encodes every picture.
     """
 
+    block_paths: Mapping[str, str]  # as Block has them
+    blocks_path: ClassVar[str]  # behind the tower's root, as the next
+    patches_path: ClassVar[str]
+    patches: PatchProduct
+
     def __init__(self, spec: VisionSpec, place: Placement) -> None:
         super().__init__()
         self.spec, self.place = spec, place
+        self.blocks = nn.ModuleList(Block(spec.blocks, place, self.block_paths) for _ in range(spec.blocks.depth))
         mean, std = (torch.tensor(values, dtype=torch.float32) for values in (spec.mean, spec.std))
         if place.device.type != "meta":
             # In the order in which transformers' processors compute it: pixels stay between 0 and 255.
@@ -138,12 +145,28 @@ class Tower(nn.Module):
 
     def weight_map(self) -> WeightMap:
         """Every module path of the checkpoint whose tensors must be loaded."""
+        root = self.spec.root
+        found: WeightMap = {f"{root}.{self.patches_path}": (self.patches, ""), **self._further_weights(root)}
+        for index, block in enumerate(self.blocks):
+            assert isinstance(block, Block)
+            found |= block.weight_map(f"{root}.{self.blocks_path}.{index}")
+        return {self.spec.named(path): target for path, target in found.items()}
+
+    def _further_weights(self, root: str) -> WeightMap:
+        """Beside patches and blocks."""
         raise NotImplementedError
 
     def encode(self, items: Sequence[Picture]) -> list[Tensor]:
         """→ of each its features [tokens, out · (1 + layers of deepstack)], those for the embeddings first. All pass
         the blocks together, each frame attending to itself alone."""
         raise NotImplementedError
+
+    def through_blocks(self, residual: Tensor, turns: Turns | None, frames: Packed) -> Tensor:
+        """[patches, hidden], overwritten, → behind all blocks."""
+        x: Tensor | None = None
+        for block in self.blocks:
+            x, residual = block(x, residual, turns, frames)
+        return residual if x is None else residual.add_(x)
 
     def turns(self, items: Sequence[MediaItem], down: Tensor, across: Tensor, order: Tensor | None = None) -> Turns:
         """As Block has them, of patches in the order of tokens. down, across: frequencies by row and by column.
