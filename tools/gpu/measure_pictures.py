@@ -1,9 +1,10 @@
 """Measures a server with pictures: one alone, the same again, sixteen at once beside answers that run, eight a second.
 
 Usage: python tools/gpu/measure_pictures.py [--shape qwen3-vl-8b] [--size 1024] [--options="…"] [--seconds 12]
+       python tools/gpu/measure_pictures.py --url http://localhost:8000    of a server that runs already
 
 Dummy weights; pictures are JPEG files of one megapixel, each another one, sent as data URLs. A table is printed, times
-in ms. Needs a GPU, and Pillow.
+in ms. Without --url it needs a GPU; Pillow always.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 from model_folder import SEEING, write_seeing_model
@@ -60,8 +62,8 @@ def picture(seed: int, size: int) -> str:
 class Client:
     """Chats over HTTP, each on a connection of its own."""
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, host: str, port: int) -> None:
+        self.host, self.port = host, port
 
     async def ask(self, content: Any, max_tokens: int, stream: Stream | None = None) -> Stream:
         body = {
@@ -70,8 +72,8 @@ class Client:
         }  # fmt: skip
         data = json.dumps(body).encode()
         stream = stream or Stream()
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.port, limit=1 << 20)
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n"
+        reader, writer = await asyncio.open_connection(self.host, self.port, limit=1 << 20)
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {self.host}\r\nContent-Length: {len(data)}\r\n"
         stream.begun = time.perf_counter()
         writer.write(head.encode() + b"Content-Type: application/json\r\nConnection: close\r\n\r\n" + data)
         status = await reader.readline()
@@ -114,8 +116,14 @@ def waited(streams: list[Stream]) -> str:
     return spread([stream.ttft for stream in streams])
 
 
-async def measure(port: int, size: int, seconds: float) -> list[tuple[str, str]]:
-    client, rows = Client(port), []
+async def of_text(client: Client) -> list[tuple[str, str]]:
+    texts = [await client.ask("What is this?", 200) for _ in range(4)][1:]
+    tpot = statistics.median(gap for one in texts for gap in one.gaps(0, time.perf_counter()))
+    return [("TPOT of text, 1 stream", f"{1000 * tpot:.3f}")]
+
+
+async def measure(client: Client, size: int, seconds: float) -> list[tuple[str, str]]:
+    rows = []
     urls = iter([picture(seed, size) for seed in range(60 + int(PICTURES_A_SECOND * seconds))])
     for _ in range(3):
         await client.look(next(urls))
@@ -124,9 +132,10 @@ async def measure(port: int, size: int, seconds: float) -> list[tuple[str, str]]
     same = next(urls)
     await client.look(same)
     rows.append(("TTFT of the same picture again", waited([await client.look(same) for _ in range(10)])))
-    text = [await client.ask("What is this?", 200) for _ in range(3)]
-    tpot = statistics.median(gap for one in text for gap in one.gaps(0, time.perf_counter()))
-    rows.append(("TPOT of text, 1 stream", f"{1000 * tpot:.3f}"))
+    letters = np.random.default_rng(2).integers(97, 123, (10, TEXT_TOKENS), dtype=np.uint8)
+    texts = [await client.ask(one.tobytes().decode(), 8) for one in letters]
+    rows.append((f"TTFT of a text of {TEXT_TOKENS} tokens", waited(texts)))
+    rows += await of_text(client)
 
     running = [Stream() for _ in range(32)]
     tasks = [asyncio.ensure_future(client.ask("x" * (20 + i), 12000, one)) for i, one in enumerate(running)]
@@ -164,13 +173,23 @@ async def measure(port: int, size: int, seconds: float) -> list[tuple[str, str]]
     return rows
 
 
+def print_rows(work: Coroutine[Any, Any, list[tuple[str, str]]]) -> None:
+    for name, value in asyncio.run(work):
+        print(f"| {name} | {value} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--url", help="of a server that runs already, which sees pictures")
     parser.add_argument("--shape", default="qwen3-vl-8b", choices=SEEING)
     parser.add_argument("--size", type=int, default=1024, help="pixels of a side")
     parser.add_argument("--seconds", type=float, default=12, help="of each load of eight a second")
     parser.add_argument("--options", default="", help="more options of the server")
     args = parser.parse_args()
+    if args.url:
+        url = urlsplit(args.url)
+        print_rows(measure(Client(url.hostname or "localhost", url.port or 80), args.size, args.seconds))
+        return
     with tempfile.TemporaryDirectory() as scratch:
         vserve = VServe(Path(scratch), 300)
         model = write_seeing_model(Path(scratch) / "model", args.shape)
@@ -180,17 +199,8 @@ def main() -> None:
             try:
                 started = server.wait_until_ready()
                 print(f"ready after {started['ready']:.1f} s {' '.join(more)}", flush=True)
-                if not more:
-                    for name, value in asyncio.run(measure(server.port, args.size, args.seconds)):
-                        print(f"| {name} | {value} |", flush=True)
-                else:
-
-                    async def text(port: int = server.port) -> list[Stream]:
-                        client = Client(port)
-                        return [await client.ask("What is this?", 200) for _ in range(4)][1:]
-
-                    gaps = [gap for one in asyncio.run(text()) for gap in one.gaps(0, time.perf_counter())]
-                    print(f"| TPOT of text, 1 stream | {1000 * statistics.median(gaps):.3f} |", flush=True)
+                client = Client("127.0.0.1", server.port)
+                print_rows(of_text(client) if more else measure(client, args.size, args.seconds))
                 print(server.counters(), flush=True)
             finally:
                 server.stop()
